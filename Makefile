@@ -177,6 +177,10 @@ $(LIBRARY)/libpydet_cpu.so: $(OBJECTS) native/exports.map
 # What is no loop over elements, or beside vectors is for processors without them: -O3 takes a quarter longer for it.
 $(HOST:%=$(BUILD)/%.o) $(if $(VECTOR),$(KERNELS:%=$(BUILD)/%.scalar.o)): CXXFLAGS := $(CXXFLAGS:-O3=-O2)
 
+# Of an operation's own, what checks and hands on: -O2 takes twice as long, and a call of it no less.
+$(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/ops/*/api.cpp native/ops/*/xla.cpp native/entry/xla.cpp)): \
+  CXXFLAGS := $(CXXFLAGS:-O3=-O1) -finline-functions
+
 # A Python that shuts down ends the threads that come back to it, by unwinding them: no destructor may then run, since it
 # would enter Python. Nothing here throws.
 $(patsubst native/%.cpp,$(BUILD)/%.o,$(wildcard native/entry/python/*.cpp native/ops/*/python.cpp)): CXXFLAGS += -fno-exceptions
@@ -200,22 +204,22 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
-# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu and
+# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu, attention_mma.cu and
 # forward and the gradients of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
 # nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
 MMA_TYPES := 0 1
 SM90_ATTENTION := $(foreach kernel,forward backward_fused backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
-SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) attention_backward_keys_mma attention_backward_queries_mma attention_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) $(MMA_TYPES:%=attention_mma.%) attention_backward_keys_mma attention_backward_queries_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/norm_backward_apart any/norm any/softmax nvidia/norm_elements any/norm_backward \
   nvidia/norm_backward_elements $(addprefix nvidia/,norm_backward_rows \
     gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent softmax_spread softmax_head softmax_backward_staged) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
 kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
-CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma,$(call kernels,nvidia any))
+CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma nvidia/attention_mma,$(call kernels,nvidia any))
 CUDA_ARCHS ?= 80 86 89 90a 100 120
-CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/attention_backward_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan \
+CUDA_HOST := nvidia/backend nvidia/gemm_mma nvidia/attention_mma nvidia/attention_backward_mma nvidia/sm90/plan nvidia/sm90/choose nvidia/sm90/skinny_choose nvidia/sm90/groups nvidia/sm90/attention/plan \
   nvidia/sm90/attention/backward
 CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUILD)/gpu/%.o)
 # How nvcc packs the code: for size it takes up to 6 s an object; for speed next to none, and the library is over three
@@ -266,7 +270,12 @@ $(BUILD)/emulated/block.o: tests/emulated/block.cpp
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
-$(EMULATED:%=$(BUILD)/emulated/%.o): $(BUILD)/emulated/%.o: native/gpu/%.cu
+EMULATED_TYPES := $(MMA_TYPES:%=$(BUILD)/emulated/nvidia/attention_mma.%.o)
+$(EMULATED_TYPES): $(BUILD)/emulated/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
+	@mkdir -p $(@D)
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+
+$(filter-out $(EMULATED_TYPES),$(EMULATED:%=$(BUILD)/emulated/%.o)): $(BUILD)/emulated/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) -x c++ $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
@@ -300,6 +309,12 @@ $(foreach kernel,forward backward_fused backward_keys backward_queries,$(eval $(
 # registers, and are 1.6 times as fast as 64 without.
 $(BUILD)/gpu/nvidia/sm90/attention/decode.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 $(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
+
+# Tiles with all columns spill a few numbers that their loops over keys seldom touch, and around a call.
+$(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
+$(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): $(BUILD)/gpu/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
+	@mkdir -p $(@D)
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)

@@ -16,6 +16,8 @@ import sys
 FED = ("HGMMA", "UTMALDG")
 SPILL_OUTSIDE = (
     *("attention_forward", "attention_decode", "attention_backward_queries"),  # what they keep between their loops
+    "attention_mma_kernel",  # a few numbers around a tile and around the call that makes it again row by row
+    "make_again",  # of attention by mma.sync, and
     "compute_row",  # of attention, again where a result is not finite
     "attention_backward_keys_mma",  # its 128 columns are 1.6 times as fast as 64, which do not spill
 )

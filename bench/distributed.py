@@ -7,12 +7,14 @@
 Parts: bits (random shapes by every method, and by all-reduces as negative controls), mesh (the model of
 examples/parallel.py, tensor times data parallel, in every shape of the ranks), row (row-parallel linear layers),
 dp (a reduce-scatter of gradients), layer (the linear layers, norms and activation of a decoder layer, at decode), step
-(forward and backward of it). Times are of the slowest rank: medians of replays of a CUDA graph of several calls, each
-on other weights. `step` is eager, as training is. With --json the figures are written, with a table and a plot beside.
+(forward and backward of it), whole (a layer with attention: decoding with a cache, reading, a step of training). Times
+are of the slowest rank: medians of replays of a CUDA graph of several calls, each on other weights. Steps are eager, as
+training is. With --json the figures are written, with a table and a plot beside.
 """
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import random
@@ -26,8 +28,8 @@ from pathlib import Path
 from bench import distributed_tables
 
 SEGMENTS = 8
-PARTS, ON_CPUS = ("bits", "mesh", "row", "dp", "layer", "step"), ("bits", "mesh")
-COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot", "push")
+PARTS, ON_CPUS = ("bits", "mesh", "row", "dp", "layer", "step", "whole"), ("bits", "mesh")
+COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot")
 LAYERS = ((4096, 14336), (8192, 8192))  # N, K of row-parallel layers
 ROWS = (1, 4, 8, 16, 64, 256, 512, 2048, 4096, 8192)
 
@@ -125,8 +127,9 @@ def columns(run, x, segments, group=None):
 def methods_of(run, rows):
     from pydet.torch.distributed.symmetric import peers_of
 
-    peers = PEERS if rows % run.world == 0 else PEERS[:-1]
-    return COLLECTIVES + (peers if peers_of(None, run.device) is not None else ())
+    if peers_of(None, run.device) is None:
+        return (*COLLECTIVES, "relay")
+    return COLLECTIVES + PEERS + ("push",) * (rows % run.world == 0) + ("relay",) * (run.world == 2)
 
 
 # ---- Bits ----------------------------------------------------------------------------------------------------------
@@ -277,9 +280,11 @@ def row(run):
             differ = {}
             for segments in sorted({SEGMENTS, world}):
                 one = pydet.gemm(x, w.t(), k_chunk=pd.segment_length(k, segments))
-                for method in ("auto", "one_shot", "two_shot", *[p for p in methods_of(run, m) if p in PEERS]):
+                for method in ("auto", "one_shot", "two_shot", *methods_of(run, m)[len(COLLECTIVES) :]):
                     if method == "push" or (method in ("one_shot", "peer_one_shot") and m > 512):
                         continue  # a graph does not take push
+                    if method == "relay" and m < 256:
+                        continue
 
                     def ours(i, method=method, segments=segments, xr=xr, weight=weight):
                         return pd.row_parallel_linear(xr, weight(i), segments=segments, method=method)
@@ -345,6 +350,8 @@ class Plain:
         self.column = lambda x, w: torch.nn.functional.linear(Column.apply(x), w)
         self.row = lambda x, w: Row.apply(torch.nn.functional.linear(x, w))
         self.norm = lambda x, w: torch.nn.functional.rms_norm(x, (x.shape[-1],), w, 1e-5)
+        self.swiglu = lambda gate, up: torch.nn.functional.silu(gate) * up
+        self.attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
 
 
 class Ours:
@@ -358,6 +365,8 @@ class Ours:
         self.column = lambda x, w: pd.column_parallel_linear(x, w, **options)
         self.row = lambda x, w: pd.row_parallel_linear(x, w, **options)
         self.norm = lambda x, w: pydet.torch.rms_norm(x, w, eps=1e-5)
+        self.swiglu = pydet.torch.swiglu
+        self.attention = lambda q, k, v, is_causal: pydet.torch.attention(q, k, v, scale=HEAD**-0.5, causal=is_causal)
 
 
 WIDTH, HEADS, KV_HEADS, HEAD, FFN = 4096, 32, 8, 128, 14336  # a layer of an 8B Llama
@@ -386,6 +395,105 @@ def decoder_layer(kind, weights, x, own):
     y = kind.column(kind.norm(x, weights["norms"][1]), weights["gate_up"]).view(rows, own, 2, FFN // SEGMENTS)
     inner = torch.nn.functional.silu(y[:, :, 0]) * y[:, :, 1]
     return x + kind.row(inner.reshape(rows, -1), weights["down"])
+
+
+def whole_layer(kind, weights, x, own, attend):
+    """A layer with attention: attend(q, k, v) of ``[rows, heads, HEAD]`` each; own: segments that this rank has."""
+    rows, group = x.shape[0], HEADS // KV_HEADS
+    heads = kind.column(kind.norm(x, weights["norms"][0]), weights["qkv"]).view(rows, own, -1, HEAD)
+    q, k, v = heads.split([KV_HEADS // SEGMENTS * count for count in (group, 1, 1)], 2)
+    x = x + kind.row(attend(*(part.reshape(rows, -1, HEAD) for part in (q, k, v))), weights["o"])
+    y = kind.column(kind.norm(x, weights["norms"][1]), weights["gate_up"]).view(rows, own, 2, FFN // SEGMENTS)
+    return x + kind.row(kind.swiglu(y[:, :, 0], y[:, :, 1]).reshape(rows, -1), weights["down"])
+
+
+def turned(x, cos, sin):
+    """Rotary embeddings as Transformers has them; the same steps for both kinds."""
+    low, high = x.chunk(2, -1)
+    return x * cos + __import__("torch").cat((-high, low), -1) * sin
+
+
+def angles(run, places):
+    torch = run.torch
+    steps = places[:, None].float() * 500000.0 ** (-torch.arange(0, HEAD, 2).float() / HEAD)
+    both = torch.cat((steps, steps), -1)[:, None]
+    return both.cos().bfloat16(), both.sin().bfloat16()
+
+
+CACHED = 2048  # keys of each sequence that decodes
+
+
+def decoding(run, kind, m, heads):
+    """attend of m sequences, whose next token is the last of CACHED: its key and value go into the cache."""
+    torch = run.torch
+    cos, sin = angles(run, torch.full((m,), CACHED - 1))
+    first = run.rank * heads if heads < KV_HEADS else 0
+    cache = [run.normal(m, KV_HEADS, CACHED, HEAD, seed=21 + i)[:, first : first + heads].clone() for i in range(2)]
+
+    def attend(q, k, v):
+        for tensor, new in zip(cache, (turned(k, cos, sin), v), strict=True):
+            tensor[:, :, -1] = new
+        out = kind.attention(turned(q, cos, sin)[:, :, None], *cache, is_causal=False)
+        return out.reshape(m, -1)
+
+    return attend
+
+
+def reading(run, kind, m):
+    """attend of one sequence of m tokens."""
+    cos, sin = angles(run, run.torch.arange(m))
+
+    def attend(q, k, v):
+        q, k, v = (part.transpose(0, 1)[None] for part in (turned(q, cos, sin), turned(k, cos, sin), v))
+        return kind.attention(q, k, v, is_causal=True)[0].transpose(0, 1).reshape(m, -1)
+
+    return attend
+
+
+def whole(run):
+    """us of a decoder layer with attention: decoding with a cache, reading a sequence, a step of training on one."""
+    torch, world = run.torch, run.world
+    own, mine, all_weights = SEGMENTS // world, layer_weights(run, world, run.rank), layer_weights(run, 1, 0)
+    copies = [{k: v if k == "norms" else v.clone() for k, v in mine.items()} for _ in range(world)]
+    kinds = {"plain": Plain(run), "pydet, 8 segments": Ours(run, SEGMENTS)}
+    alone = Ours(run, SEGMENTS, run.alone)
+    for what, m in (*(("decode", m) for m in (1, 16, 64, 256)), ("prefill", 512), ("prefill", 4096)):
+        if run.over():
+            return
+        x, us = run.normal(m, WIDTH, seed=11), {}
+        attends = lambda kind, heads, m=m, what=what: (  # noqa: E731
+            decoding(run, kind, m, heads) if what == "decode" else reading(run, kind, m)
+        )
+        with torch.no_grad():
+            one = whole_layer(alone, all_weights, x, SEGMENTS, attends(alone, KV_HEADS))
+            for name, kind in kinds.items():
+                attend = attends(kind, KV_HEADS // world)
+                call = lambda i, kind=kind, x=x, a=attend: whole_layer(kind, copies[i % world], x, own, a)  # noqa: E731
+                differ = run.differ(call(0), one)
+                us[name] = run.graphed(call, 8 if m < 4096 else 3)
+        run.note("whole", what=what, m=m, us=us, differ=differ)
+    tokens, us, found = 4096, {}, {}
+    x = run.normal(tokens, WIDTH, seed=12)
+
+    def passes(kind, weights, own):
+        leaves = {k: v if k == "norms" else v.detach().requires_grad_() for k, v in weights.items()}
+        leaves["norms"] = [w.detach().requires_grad_() for w in weights["norms"]]
+        given = x.detach().requires_grad_()
+        y = whole_layer(kind, leaves, given, own, reading(run, kind, tokens))
+        y.backward(x)
+        return {
+            "y": y.detach(),
+            "dx": given.grad,
+            "dnorm 1": leaves["norms"][0].grad,
+            "dnorm 2": leaves["norms"][1].grad,
+        }
+
+    for name, kind in kinds.items():
+        found = passes(kind, mine, own)
+        us[name] = run.timed(lambda i, kind=kind: passes(kind, mine, own))
+    want = passes(alone, all_weights, SEGMENTS)
+    differ = {name: run.differ(found[name], want[name]) for name in want}
+    run.note("whole", what="train", m=tokens, us=us, differ=differ)
 
 
 def layer(run):
@@ -441,7 +549,10 @@ def rank_main(rank, given, port):
     if rank == 0:
         about = {"gpu": run.torch.cuda.get_device_name(), "nccl": run.torch.cuda.nccl.version()} if given.gpus else {}
         run.note("machine", ranks=run.world, torch=run.torch.__version__, seed=given.seed, **about)
-    sound, parts = True, {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step}
+    sound, parts = (
+        True,
+        {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step, "whole": whole},
+    )
     for name in given.parts:
         sound &= parts[name](run) is not False
     differ = [count for e in run.entries for count in _counts(e.get("differ", 0))]

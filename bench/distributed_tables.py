@@ -18,12 +18,17 @@ def segments_of(entry):
 def chosen(entries):
     """The entries, each row with the method that "auto" is by today's limits, for each count of segments."""
     from pydet.torch.distributed.exchange import choose
+    from pydet.torch.distributed.relay import LEAST_ROWS, RANKS
 
     ranks = next(e for e in entries if e["part"] == "machine")["ranks"]
 
     def methods(entry):
         size = entry["m"] * entry["n"]
-        return {str(n): choose("row", "auto", "ordered", n, size, ranks, True) for n in segments_of(entry)}
+        relays = ranks == RANKS, entry["m"] >= LEAST_ROWS
+        return {
+            str(n): choose("row", "auto", "ordered", n, size, ranks, True, False, relays[0], all(relays) and n > ranks)
+            for n in segments_of(entry)
+        }
 
     return [entry | {"auto": methods(entry)} if entry["part"] == "row" else entry for entry in entries]
 
@@ -74,6 +79,17 @@ def report(entries):
         yield f"\nDecoder layer without its attention core, {e['m']} tokens, us: {times(e['us'])}; {e['differ']} differ"
     for e in (e for e in entries if e["part"] == "step"):
         yield f"\nForward and backward of it, {e['tokens']} tokens, tokens a second: {times(e['tokens_per_second'])}"
+    layers = [e for e in entries if e["part"] == "whole"]
+    if layers:
+        titles = list(layers[0]["us"])
+        yield "\nDecoder layer with attention, us (in brackets: speed over the first)\n"
+        yield f"| | tokens | {' | '.join(titles)} | differ |"
+        yield "|---|---|" + "---|" * (len(titles) + 1)
+        for e in layers:
+            first, differ = e["us"][titles[0]], e["differ"]
+            cells = [f"{e['us'][t]:.1f} ({first / e['us'][t]:.2f})" for t in titles]
+            count = sum(differ.values()) if isinstance(differ, dict) else differ
+            yield f"| {e['what']} | {e['m']} | {' | '.join(cells)} | {count} |"
 
 
 def times(us):

@@ -63,6 +63,11 @@ def jax_arrays():
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight
 
     @jax.jit
+    def rmsnorm(x, weight):
+        rstd = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+        return x * rstd * weight, rstd
+
+    @jax.jit
     def layer_norm(x, weight):
         return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * weight
 
@@ -74,6 +79,7 @@ def jax_arrays():
         "dot_general": (lambda: ours.dot_general(x, w, sums), lambda: jax.lax.dot_general(x, w, sums)),
         "ragged_dot": (lambda: ours.ragged_dot(x, groups, sizes), lambda: jax.lax.ragged_dot(x, groups, sizes)),
         "rms_norm": (lambda: ours.rms_norm(x, weight, eps=1e-5), lambda: rms_norm(x, weight)),
+        "rmsnorm": (lambda: ours.rmsnorm(x, weight, eps=1e-5), lambda: rmsnorm(x, weight)),
         "layer_norm": (lambda: ours.layer_norm(x, weight, eps=1e-5), lambda: layer_norm(x, weight)),
         "softmax": (lambda: ours.softmax(x), lambda: nn.softmax(x)),
         "log_softmax": (lambda: ours.log_softmax(x), lambda: nn.log_softmax(x)),

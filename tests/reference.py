@@ -58,70 +58,81 @@ def round_to(x, dtype):
     if dtype == FLOAT32:
         return np.where(nan, np.uint32(0x7FFFFFFF), bits(x)).view(np.float32)
     if dtype == BFLOAT16:
-        u = bits(x).astype(np.uint64)
-        rounded = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+        u = bits(x)  # of a NaN the sum may wrap
+        rounded = ((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     else:
         rounded = bits(x.astype(np.float16))
     return np.where(nan, np.uint16(0x7FFF), rounded).view(dtype)
 
 
+HALFWAY, BELOW_FLOAT32 = 1 << 28, (1 << 29) - 1  # in the bits of a float64 that float32 lacks
+
+
+def rounded_sum(product, c):
+    """product + c with one rounding to float32, to nearest even; of a product in float64, which is exact.
+
+    The sum in float64 rounds to float32 as the exact sum does, unless it is halfway between two numbers of float32, or
+    below its least normal number. Then TwoSum gives its exact error, and from the two follows the sum rounded to odd:
+    where it is inexact and its last bit is 0, the neighbour toward the error. A value rounded to odd at 53 bits rounds
+    to 24 bits as the exact value does (Boldo and Melquiond: 53 >= 24 + 2).
+    """
+    total = np.asarray(product + c)
+    pattern, size = total.view(np.int64), np.abs(total)
+    near = (pattern & BELOW_FLOAT32) == HALFWAY
+    near |= (size < 2.0**-126) & (size > 0)
+    if np.count_nonzero(near):
+        back = total - product
+        error = np.asarray((product - (total - back)) + (c - back))
+        adjust = near & np.isfinite(total) & (error != 0) & (pattern & 1 == 0)
+        total[adjust] = np.nextafter(total[adjust], np.copysign(np.inf, error[adjust]))
+    return total.astype(np.float32)
+
+
 @quiet
 def fma(a, b, c):
-    """a b + c on float32 with one rounding, to nearest even.
-
-    In float64 the product is exact (48 bits, exponents above -300), and TwoSum gives the sum and its exact error. From
-    the two follows the sum rounded to odd: where it is inexact and its last bit is 0, the neighbour toward the error.
-    A value rounded to odd at 53 bits rounds to 24 bits as the exact value does (Boldo and Melquiond: 53 >= 24 + 2).
-    """
-    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = product + c
-    back = total - product
-    error = (product - (total - back)) + (c - back)
-    last_bit = np.ascontiguousarray(total).view(np.int64) & 1
-    adjust = np.isfinite(total) & (error != 0) & (last_bit == 0)
-    return np.where(adjust, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
+    """a b + c on float32 with one rounding, to nearest even. The product has 48 bits, and exponents above -300."""
+    return rounded_sum(np.multiply(a, b, dtype=np.float64), c)
 
 
 # ---- Tensor-core steps ---------------------------------------------------------------------------------------------
 
 FRACTION_BITS = {BFLOAT16: 7, FLOAT16: 10, FLOAT32: 23}
 MIN_EXPONENT = {BFLOAT16: -126, FLOAT16: -14, FLOAT32: -126}
-NONE = -(1 << 20)  # the exponent of what does not take part
+NONE = -(1 << 13)  # the exponent of what does not take part
 
 
-def decode(array):
-    """Integers m and e with array = m 2^(e - fraction bits): subnormals keep the least exponent. Finite values only."""
+def exponents(array):
+    """e of array = m 2^(e - fraction bits), m an integer: subnormals keep the least exponent, 0 has NONE."""
     fraction_bits, least = FRACTION_BITS[array.dtype], MIN_EXPONENT[array.dtype]
-    u = bits(array).astype(np.int64)
-    exponent_bits = array.dtype.itemsize * 8 - 1 - fraction_bits
-    field = (u >> fraction_bits) & ((1 << exponent_bits) - 1)
-    magnitude = (u & ((1 << fraction_bits) - 1)) | np.where(field > 0, 1 << fraction_bits, 0)
-    return np.where(u >> (fraction_bits + exponent_bits), -magnitude, magnitude), np.maximum(field, 1) - 1 + least
+    field = (bits(array) & ((1 << 8 * array.dtype.itemsize - 1) - 1)) >> fraction_bits
+    return np.where(array == 0, NONE, np.maximum(field.astype(np.int16), 1) - 1 + least).astype(np.int16)
 
 
-def floor_scaled(m, shift):
-    """floor(m 2^shift) for integers."""
-    return np.where(shift >= 0, m << np.clip(shift, 0, 40), m >> np.clip(-shift, 0, 62))
+class Numbers:
+    """The operands of steps, those of a sum along the first axis: values, exact, and exponents."""
 
+    def __init__(self, array):
+        self.value, self.e = widen(array).astype(np.float64), exponents(array)
+        self.finite = bool(np.isfinite(self.value).all())
 
-def trunc_scaled(m, shift):
-    """m 2^shift toward zero."""
-    return np.sign(m) * floor_scaled(np.abs(m), shift)
+    def __getitem__(self, places):
+        part = object.__new__(Numbers)
+        part.value, part.e, part.finite = self.value[places], self.e[places], self.finite
+        return part
 
 
 class Products:
-    """The products of one step: value, exact, and integers with value = m 2^(e - fraction_bits)."""
+    """The products of one step, along the first axis: values, exact, and the exponents that the operands' make."""
 
     def __init__(self, a, b):
-        (ma, ea), (mb, eb) = decode(a), decode(b)
-        self.value = widen(a).astype(np.float64) * widen(b).astype(np.float64)
-        self.m, self.e = ma * mb, ea + eb
-        self.fraction_bits = 2 * FRACTION_BITS[a.dtype]
+        self.value, self.e, self.finite = a.value * b.value, a.e + b.e, a.finite and b.finite
 
 
-def with_specials(finite, values, c):
+def with_specials(finite, products, c):
     """`finite`, unless a product or c is Inf or NaN: then their IEEE sum."""
-    special = np.where(np.isfinite(values), 0.0, values).sum(-1) + np.where(np.isfinite(c), 0.0, c)
+    if products.finite and np.isfinite(c).all():
+        return finite
+    special = np.where(np.isfinite(products.value), 0.0, products.value).sum(0) + np.where(np.isfinite(c), 0.0, c)
     return np.where(special == 0.0, finite, special.astype(np.float32))
 
 
@@ -135,25 +146,25 @@ def truncate_to_float32(x):
 
 def truncating_step(p, c, fraction, least):
     """NVIDIA: the addends, cut toward zero at 2^(E - fraction), summed exactly, the sum cut toward zero."""
-    mc, ec = decode(c)
-    largest = np.maximum(np.where(p.m != 0, p.e, NONE).max(-1), np.where(mc != 0, ec, NONE))
-    q = np.maximum(largest, least) - fraction
-    total = trunc_scaled(p.m, p.e - p.fraction_bits - q[..., None]).sum(-1) + trunc_scaled(mc, ec - 23 - q)
-    return with_specials(truncate_to_float32(np.ldexp(total.astype(np.float64), q)), p.value, c)
+    largest = np.maximum(np.maximum(p.e.max(0), exponents(c)), least)
+    scale = np.ldexp(1.0, fraction - largest)
+    total = np.trunc(p.value * scale).sum(0) + np.trunc(c * scale)
+    return with_specials(truncate_to_float32(np.ldexp(total, largest - fraction)), p, c)
 
 
 def cdna3_step(p, c):
     """AMD gfx942, by its published model: products cut toward zero at 24 fractional bits of the largest of them, their
     sum floored at 31 and c at 24 fractional bits of the larger exponent, one rounding to nearest even. Products of
     2^128 and more are infinite, once no operand is."""
-    mc, ec = decode(c)
-    largest = np.where(p.m != 0, p.e, NONE).max(-1)
-    both = np.maximum(largest, np.where(mc != 0, ec, NONE))
-    products = trunc_scaled(p.m, p.e - p.fraction_bits - (largest[..., None] - 24)).sum(-1)
-    total = floor_scaled(products, largest - 24 - (both - 31)) + (floor_scaled(mc, ec - 23 - (both - 24)) << 7)
-    finite = np.ldexp(total.astype(np.float64), both - 31).astype(np.float32) + np.float32(0)
-    overflow = np.where(np.abs(p.value) >= 2.0**128, np.copysign(np.inf, p.value), 0.0).sum(-1)
-    return with_specials(np.where(overflow == 0.0, finite, overflow.astype(np.float32)), p.value, c)
+    largest = np.maximum(p.e.max(0), 2 * MIN_EXPONENT[BFLOAT16])
+    both = np.maximum(largest, exponents(c))
+    products = np.trunc(p.value * np.ldexp(1.0, 24 - largest)).sum(0)
+    total = np.floor(np.ldexp(products, largest - 24 - (both - 31))) + 128 * np.floor(np.ldexp(1.0, 24 - both) * c)
+    finite = np.ldexp(total, both - 31).astype(np.float32) + np.float32(0)
+    if largest.max(initial=NONE) >= 126:
+        overflow = np.where(np.abs(p.value) >= 2.0**128, np.copysign(np.inf, p.value), 0.0).sum(0)
+        finite = np.where(overflow == 0.0, finite, overflow.astype(np.float32))
+    return with_specials(finite, p, c)
 
 
 def flush(x, least=-126):
@@ -162,15 +173,20 @@ def flush(x, least=-126):
 
 
 def cdna2_step(a, b, c):
-    """AMD gfx90a, by its published model: float32 operations to nearest even that flush subnormals. Zeros are +0."""
-    least = MIN_EXPONENT[a.dtype]
-    p = flush(flush(widen(a), least) * flush(widen(b), least))
-    pair = [flush(p[..., i] + p[..., i + 1]) for i in (0, 2)]
+    """AMD gfx90a, by its published model: float32 operations to nearest even that flush subnormals, as the operands'
+    are. Zeros are +0."""
+    p = flush(a * b)
+    pair = [flush(p[i] + p[i + 1]) for i in (0, 2)]
     return flush(flush(c) + flush(pair[0] + pair[1]))
 
 
-def step(arithmetic, a, b, c):
-    """One step of the chain for all elements: a [..., M, 1, step], b [..., 1, N, step], c [..., M, N]."""
+def operand_of_steps(arithmetic, array):
+    """What `step_of` takes, of an array with the addends of sums along the first axis."""
+    return flush(widen(array), MIN_EXPONENT[array.dtype]) if arithmetic == "cdna2" else Numbers(array)
+
+
+def step_of(arithmetic, a, b, c):
+    """One step of the chain for all elements: a [step, ..., M, 1], b [step, ..., 1, N], c [..., M, N]."""
     if arithmetic == "cdna2":
         return cdna2_step(a, b, c)
     products = Products(a, b)
@@ -181,12 +197,24 @@ def step(arithmetic, a, b, c):
     return cdna3_step(products, c)
 
 
+def first(x, axis):
+    """x with that axis before all others."""
+    return x.transpose(x.ndim + axis, *(i for i in range(x.ndim) if i != x.ndim + axis))
+
+
+@quiet
+def step(arithmetic, a, b, c):
+    """The same of arrays whose last axis is the step's."""
+    return step_of(arithmetic, *(operand_of_steps(arithmetic, first(x, -1)) for x in (a, b)), c)
+
+
 # ---- GEMM ----------------------------------------------------------------------------------------------------------
 
 
 LARGE = 1 << 14  # elements of 8 bytes: for larger arrays an allocator asks the system each time
 
 
+@quiet
 def chain(a, b, start, arithmetic):
     """The accumulator after all of k, from `start`. a [..., M, K], b [..., K, N]; K is zero-padded to whole steps."""
     m, n = start.shape[-2:]
@@ -196,17 +224,18 @@ def chain(a, b, start, arithmetic):
             return np.concatenate([chain(a[..., h, :], b, start[..., h, :], arithmetic) for h in halves], -2)
         halves = slice(n // 2), slice(n // 2, n)
         return np.concatenate([chain(a, b[..., h], start[..., h], arithmetic) for h in halves], -1)
+    a, b = (x.reshape((1,) * (start.ndim - x.ndim) + x.shape) for x in (a, b))
+    a, b = first(a, -1)[..., None], first(b, -2)[..., None, :]
     if arithmetic == "ieee":
-        a, b = widen(a), widen(b)
-        for k in range(a.shape[-1]):
-            start = fma(a[..., :, k, None], b[..., None, k, :], start)
+        a, b = (widen(x).astype(np.float64) for x in (a, b))
+        for k in range(len(a)):
+            start = rounded_sum(a[k] * b[k], start)
         return start
     width = STEP[arithmetic]
-    pad = -a.shape[-1] % width
-    a = np.concatenate([a, np.zeros((*a.shape[:-1], pad), a.dtype)], -1)[..., :, None, :]
-    b = np.concatenate([b, np.zeros((*b.shape[:-2], pad, b.shape[-1]), b.dtype)], -2).swapaxes(-1, -2)[..., None, :, :]
-    for k in range(0, a.shape[-1], width):
-        start = step(arithmetic, a[..., k : k + width], b[..., k : k + width], start)
+    a, b = (np.concatenate([x, np.zeros((-len(x) % width, *x.shape[1:]), x.dtype)]) for x in (a, b))
+    a, b = (operand_of_steps(arithmetic, x) for x in (a, b))
+    for k in range(0, len(a.value if isinstance(a, Numbers) else a), width):
+        start = step_of(arithmetic, a[k : k + width], b[k : k + width], start)
     return start
 
 

@@ -162,8 +162,8 @@ def head(q, k, v, visible, scale, *, softcap=None, bias=None, sink=None, arithme
             m, o, l = n, o * a[:, None], l * a[:, None]  # noqa: E741
             if arithmetic == "cdna2":
                 o = flush(o)
-            for j in range(p.shape[1]):
-                l[:, j % 8] += p[:, j]
+            for j in range(0, p.shape[1], 8):
+                l[:, : p.shape[1] - j] += p[:, j : j + 8]
             o = weighed_values(round_to(p, q.dtype), v[at], allowed, o, arithmetic)
         l = ((l[:, 0] + l[:, 1]) + (l[:, 2] + l[:, 3])) + ((l[:, 4] + l[:, 5]) + (l[:, 6] + l[:, 7]))  # noqa: E741
         both, a, b = join(total_m, m)
@@ -267,8 +267,9 @@ def attention_paged(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q=No
 
 def row_deltas(dout, out):
     x, y, lanes = widen(dout), widen(out), np.zeros((len(dout), 8), f32)
-    for e in range(x.shape[1]):
-        lanes[:, e % 8] = fma(x[:, e], y[:, e], lanes[:, e % 8])
+    for e in range(0, x.shape[1], 8):
+        part = lanes[:, : x.shape[1] - e]
+        part[...] = fma(x[:, e : e + 8], y[:, e : e + 8], part)
     lanes = lanes[:, 0::2] + lanes[:, 1::2]
     lanes = lanes[:, 0::2] + lanes[:, 1::2]
     return lanes[:, 0] + lanes[:, 1]

@@ -10,7 +10,6 @@ import subprocess
 import numpy as np
 import pytest
 
-import attention_cases
 import pydet
 import reference
 import reference_attention
@@ -24,28 +23,8 @@ PAIRS = [(arithmetic, dtype) for dtype in DTYPES for arithmetic in ARITHMETICS[d
 FEW_PAIRS = [("ieee", "fp32"), ("ieee", "bf16"), ("sm90", "bf16"), ("cdna2", "fp16")]
 
 
-def expected(operation, arguments, given, arithmetic):
-    return attention_cases.run(reference_attention, operation, arguments, given, arithmetic)
-
-
-@functools.cache
-def expected_of(arithmetic, dtype):
-    """[(name, operation, arguments, options, what the reference says)] of all problems."""
-    return [(*problem, expected(*problem[1:], arithmetic)) for problem in attention_cases.problems(dtype)]
-
-
 # ---- Against the reference -----------------------------------------------------------------------------------------
-
-
-def check_problems(functions, arithmetic, dtype, every=1):
-    for name, operation, arguments, given, want in expected_of(arithmetic, dtype)[::every]:
-        got = attention_cases.run(functions, operation, arguments, given, arithmetic)
-        for part, one, other in zip(("out", "lse"), got, want, strict=True):
-            assert_same_bits(one, other, f"{name}: {part}")
-
-
-def test_problems(attention_kernel):
-    check_problems(attention_kernel, attention_kernel.arithmetic, attention_kernel.dtype)
+# The problems of attention_cases.py are compared by their hashes, the kernels' and the reference's (test_golden.py).
 
 
 # One less, equal, one more: steps of 16, blocks of 64 and 128, strips of 14 rows, panels of 32, segments.
@@ -80,33 +59,48 @@ EDGES = [
 ]
 
 
-def check_edges(functions, arithmetic, dtype):
+@functools.cache
+def edges(arithmetic, dtype):
+    """[(shape, operands, options, what the reference says)]."""
+    found = []
     for seed, keys in enumerate(EDGES):
         d = (8, 64, 72, 128, 136, 192)[seed % 6]
         for queries in (1, 1 + seed % 16):
             shape = Shape(heads=1 + seed % 3, queries=queries, keys=keys, d=d, e=(d, 40, 24)[seed % 3])
-            given = {"causal": seed % 2 == 0, "kv_chunk": 128, "return_lse": True}
+            given = {"causal": seed % 2 == 0, "kv_chunk": 128, "return_lse": True, "arithmetic": arithmetic}
             arguments = operands(shape, dtype, seed=seed)
-            got = functions.attention(*arguments, arithmetic=arithmetic, **given)
-            want = reference_attention.attention(*arguments, arithmetic=arithmetic, **given)
-            for one, other in zip(got, want, strict=True):
-                assert_same_bits(one, other, f"{shape} {given}")
+            found.append((shape, arguments, given, reference_attention.attention(*arguments, **given)))
+    return found
+
+
+def check_edges(functions, arithmetic, dtype):
+    for shape, arguments, given, want in edges(arithmetic, dtype):
+        got = functions.attention(*arguments, **given)
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other, f"{shape} {given}")
 
 
 def test_edges(attention_kernel):
     check_edges(attention_kernel, attention_kernel.arithmetic, attention_kernel.dtype)
 
 
+@functools.cache
+def many_rows(arithmetic, dtype):
+    """q, k, v, and what the reference says of some rows."""
+    q, k, v = operands(Shape(heads=2, queries=400, keys=390), dtype)
+    want = {}
+    for i in (0, 9, 10, 11, 137, 138, 251, 252, 253, 399):
+        keys, row = max(0, 390 - 400 + i + 1), slice(i, i + 1)
+        want[i] = reference_attention.attention(q[:, :, row], k[:, :, :keys], v[:, :, :keys], arithmetic=arithmetic)
+    return q, k, v, want
+
+
 def test_many_rows(attention_kernel):
     """More rows than a task takes, over several blocks; the reference's of some rows alone."""
-    shape = Shape(heads=2, queries=400, keys=390)
-    q, k, v = operands(shape, attention_kernel.dtype)
-    arithmetic = attention_kernel.arithmetic
-    got = attention_kernel.attention(q, k, v, causal=True, arithmetic=arithmetic)
-    for i in (0, 9, 10, 11, 137, 138, 251, 252, 253, 399):
-        keys = max(0, 390 - 400 + i + 1)
-        want = reference_attention.attention(q[:, :, i : i + 1], k[:, :, :keys], v[:, :, :keys], arithmetic=arithmetic)
-        assert_same_bits(got[:, :, i : i + 1], want, f"row {i}")
+    q, k, v, want = many_rows(attention_kernel.arithmetic, attention_kernel.dtype)
+    got = attention_kernel.attention(q, k, v, causal=True, arithmetic=attention_kernel.arithmetic)
+    for i, row in want.items():
+        assert_same_bits(got[:, :, i : i + 1], row, f"row {i}")
 
 
 def test_small_integers(attention_kernel):

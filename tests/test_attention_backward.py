@@ -334,7 +334,7 @@ def test_each_way_is_looked_at(way, monkeypatch):
 def test_the_reference_is_told_from_other_orders(dtype, monkeypatch):
     """Another order of blocks, of lanes, another exp2, log2 e or tanh: each differs from the library, where results
     are not rounded to 16 bits."""
-    q, k, v = operands(Shape(heads=4, groups=1, queries=200, keys=400, d=16, e=16), dtype)
+    q, k, v = operands(Shape(heads=2, groups=1, queries=200, keys=400, d=16, e=16), dtype)
     dout = dout_of(q, v)
     given = {"causal": True, "softcap": 3.0, "arithmetic": "ieee"}
     out, lse = pydet.attention(q, k, v, return_lse=True, **given)

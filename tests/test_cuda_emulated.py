@@ -135,6 +135,27 @@ def test_attention(device, kernel, dtype):
     assert device.taken == len(problems) > 20
 
 
+@each("attention")
+def test_attention_tiles(device, kernel, dtype):
+    """One less, equal, one more: rows of warps and tiles, halves and blocks of keys, folded segments; values of
+    keys that some rows do not see."""
+    if not kernel.name.endswith("sm90_mma"):
+        pytest.skip("of other tiles")
+    extents = [(31, 63), (32, 64), (33, 65), (63, 127), (64, 128), (65, 129), (127, 191), (129, 193), (16, 257)]
+    widths = [(64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (72, 96), (40, 8), (128, 128), (136, 136)]
+    for seed, ((queries, keys), (d, e)) in enumerate([*zip(extents, widths)][dtype == "fp16" :: 2]):
+        shape = attention_cases.Shape(heads=2, groups=1 + seed % 2, queries=queries, keys=keys, d=d, e=e)
+        q, k, v = attention_cases.operands(shape, dtype, seed=seed)
+        if seed % 2:
+            v[:, :, -3], v[:, :, keys // 2, 1] = np.inf, np.nan
+        given = {"causal": seed % 3 < 2, "kv_chunk": 128, "window": (None, (70, 5))[seed % 4 == 3]}
+        given |= {"arithmetic": kernel.arithmetic, "return_lse": True}
+        want, got = (f.attention(q, k, v, **given) for f in (pydet, device))
+        for part, ours, theirs in zip(("out", "lse"), got, want, strict=True):
+            assert_same_bits(ours, theirs, f"{shape} {given}: {part}")
+    assert device.taken == len(extents) // 2 + (dtype == "bf16")
+
+
 @each("attention_backward")
 def test_attention_backward(device, kernel, dtype):
     """Likewise: every option, dense and packed, of a result each in turn."""

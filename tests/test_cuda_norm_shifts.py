@@ -30,9 +30,10 @@ def test_rows_that_begin_anywhere(torch, dtype):
             found = [y, rstd, total, *pydet.rmsnorm(x, w, eps=1e-6, out=(dx, rstd.clone()))]
             found = [one.clone() for one in found]
             # Each kernel that such rows may go to, whichever is chosen.
-            held = {"strided": 6144, "unaligned": 16384, "apart": 16377}
-            for way, most in held.items():
-                kernel = f"cuda_rmsnorm_backward_{way}" if device == "cuda" and n <= most else None
+            long = 8192 if dtype == torch.float32 else 12288
+            held = {"strided": (1, 5120), "staged": (5121, long), "unaligned": (1, 16384), "apart": (1, 16377)}
+            for way, (least, most) in held.items():
+                kernel = f"cuda_rmsnorm_backward_{way}" if device == "cuda" and least <= n <= most else None
                 gradients = pydet.rmsnorm_backward(dy, x, w, rstd, dresidual=added, out=dx, kernel=kernel)
                 found += [one.clone() for one in gradients]
             found += pydet.rmsnorm_backward(dy, x, None, rstd)[:1]
@@ -53,8 +54,8 @@ def test_rows_that_begin_anywhere(torch, dtype):
                     places = (target, mean.clone(), rstd.clone())
                     found += [one.clone() for one in pydet.layernorm(x, w, b, eps=1e-6, out=places, kernel=kernel)]
             found.append(pydet.layernorm(x, eps=1e-6, kernel="cuda_layernorm_staged" if device == "cuda" else None)[0])
-            for way, most in held.items():
-                kernel = f"cuda_layernorm_backward_{way}" if device == "cuda" and n <= most else None
+            for way, (least, most) in held.items():
+                kernel = f"cuda_layernorm_backward_{way}" if device == "cuda" and least <= n <= most else None
                 gradients = pydet.layernorm_backward(
                     dy, x, w, mean, rstd, dresidual=added, out=dx, has_bias=way != "apart", kernel=kernel
                 )

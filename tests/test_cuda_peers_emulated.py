@@ -144,6 +144,101 @@ def test_shares(rows, columns, count=3):
     assert all(out.tobytes() == want.tobytes() for out in whole)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_rank_0_may_give_the_sum_of_its_parts(count, kernel):
+    """As a product with k_chunk makes it: small shares, none, several rounds, aligned and not."""
+    ranks = Ranks(count, 4 * count)
+    for own, n in itertools.product((1, 3, 4), (1, 1025, 4096, 400004)):
+        parts, bias = random((count * own, n), seed=n), random((n,), seed=1)
+        outs = [np.full(n, 7, np.float16) for _ in range(count)]
+        mine = lambda r: [pydet.fold(parts[:own])] if r == 0 else list(parts[r * own : (r + 1) * own])  # noqa: B023
+        ranks.all(lambda r: ranks.fold(r, mine(r), outs[r], 1, kernel=kernel, bias=bias, first_sums=own))  # noqa: B023
+        want = pydet.fold(parts, bias=bias, out_dtype="float16").tobytes()
+        assert all(out.tobytes() == want for out in outs), f"{own} parts of {n}"
+    scattered, each = [np.zeros((5, 77), np.float32) for _ in range(count)], 5
+    parts = random((2 * count, 5 * count, 77))
+    mine = lambda r: [pydet.fold(parts[:2])] if r == 0 else list(parts[2 * r : 2 * r + 2])
+    ranks.all(lambda r: ranks.fold(r, mine(r), scattered[r], 1, scatter=1, first_sums=2))
+    assert np.concatenate(scattered).tobytes() == pydet.fold(parts).tobytes(), each
+    assert ranks.kinds() == [0] * count
+
+
+def test_sums_of_other_counts_are_seen():
+    ranks, outs = Ranks(2, 8), [np.zeros(3000, np.float32) for _ in range(2)]
+    parts = lambda r: list(random((1 if r == 0 else 2, 3000)))
+    ranks.all(lambda r: ranks.fold(r, parts(r), outs[r], 1, first_sums=4 if r == 0 else 2))
+    assert all(np.isnan(out).all() for out in outs) and ranks.kinds() == [DISAGREES] * 2
+
+
+# ---- What another rank brings --------------------------------------------------------------------------------------
+
+
+def awaited(ranks, parts, out, flag, word=5, bias=None, **how):
+    at = ffi.cast("const uint64_t *", flag.ctypes.data)
+    ranks.fold(1, parts, out, word, bias=bias, flag=at, **{"from": 0}, **how)
+
+
+@pytest.mark.parametrize("n", [1, 6, 8, 1000, 40004])
+def test_a_rank_waits_for_what_another_brings(n):
+    ranks, flag, parts, bias = Ranks(2, 2), np.zeros(1, np.uint64), random((5, n)), random((n,), seed=3)
+    out, brought = np.zeros(n, np.float16), parts.copy()
+    brought[0] = np.nan
+    waits = threading.Thread(target=awaited, args=(ranks, list(brought), out, flag), kwargs={"bias": bias})
+    waits.start()
+    time.sleep(0.1)
+    assert not out.any()
+    brought[0] = parts[0]
+    flag[0] = 5
+    waits.join()
+    assert out.tobytes() == pydet.fold(parts, bias=bias, out_dtype="float16").tobytes()
+    copied, made = np.zeros(n, np.float16), np.arange(n, dtype=np.float16) - np.float16(0)
+    made[0] = -0.0
+    awaited(ranks, [made], copied, flag)
+    awaited(ranks, [copied], copied, flag)
+    assert copied.tobytes() == made.tobytes() and flag[0] == 5 and ranks.kinds() == [0, 0]
+    singles, copied = made.astype(np.float32), np.zeros(n, np.float32)
+    awaited(ranks, [singles], copied, flag)
+    assert copied.tobytes() == singles.tobytes()
+
+
+@pytest.mark.parametrize("what", ["late", "another word", "failed"])
+def test_nan_where_it_does_not_come(what):
+    ranks, flag, out = Ranks(2, 2), np.zeros(1, np.uint64), np.zeros(3000, np.float16)
+    if what == "another word":
+        flag[0] = 6
+    if what == "failed":
+        ranks.all(lambda r: ranks.fold(r, [np.zeros(9, np.float32)], np.zeros(9, np.float32), r))
+    for made in ([random((3000,))], [np.ones(3000, np.float16)], [out]):
+        awaited(ranks, made, out, flag, wait_ms=300)
+        assert np.isnan(out).all()
+        out[...] = 0
+    kind, other = map(int, ranks.faults[1])
+    assert kind == {"late": LATE, "another word": DISAGREES, "failed": DISAGREES}[what] and other == 0
+    outs = [np.zeros(50, np.float32) for _ in range(2)]
+    ranks.all(lambda r: ranks.fold(r, [np.ones(50, np.float32)], outs[r], 7))
+    assert all(np.isnan(x).all() for x in outs), "the other rank did not hear of it"
+    ranks.reset()
+    right(ranks, random((2, 500)))
+
+
+def test_what_is_awaited_is_refused_with_other_things():
+    ranks, flag, out = Ranks(2, 8), np.zeros(2, np.uint64), np.zeros(8, np.float32)
+    for how, sentence in (
+        ({"word": 0}, "peers.flag is given with word 0"),
+        ({"gathered": 1}, "gathered 1"),
+        ({"first_sums": 1}, "first_sums 1"),
+        ({"order": 1}, "peers.flag is given, want ordered sums"),
+        ({"accumulate": 1}, "peers.flag is given, want ordered sums"),
+        ({"parts": [np.zeros(8, np.float16)]}, r"parts[0] is float16, want float32 or out's float32"),
+        ({"parts": [np.zeros(8, np.float16)] * 2}, "parts[0] is float16, want float32"),
+    ):
+        how = dict(how)
+        with pytest.raises(AssertionError) as refused:
+            awaited(ranks, how.pop("parts", [np.zeros(8, np.float32)]), out, flag, **how)
+        assert sentence in str(refused.value), refused.value
+
+
 # ---- Ranks that disagree -------------------------------------------------------------------------------------------
 
 PAIRS = {  # what rank 0 has, and the last rank: (parts, n, word, options)

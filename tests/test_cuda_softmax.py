@@ -28,8 +28,7 @@ def test_backward(device, kernel, dtype):
     assert device.taken > 20
 
 
-# Around the turns of `softmax_staged`, 2048 elements, what its gradients' teams hold, and what a cluster holds; each in
-# rows of odd lengths too.
+# Around the turns of `softmax_staged` and of clusters, 2048 elements and 8192, in rows of odd lengths too.
 TEAMS = [1, 5, 15, 129, 255, 513, 1023, 1025, 2041, 2048, 2049, 4095, 4097, 6145, 8191, 8193, 16383, 16384]
 # Around what the teams of `softmax_held` hold of rows that begin anywhere, and those of `softmax_strided`.
 HELD = [1, 3, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32]

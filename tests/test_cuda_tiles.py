@@ -54,15 +54,19 @@ def operand(torch, rows, columns, dtype, adjacent_rows):
 
 
 def compare(torch, name, m, n, k, a_turned, b_turned, dtype, out_dtype, bias, accumulate, k_chunk):
-    """Whether the tile took it."""
+    """Whether the tile took it. accumulate: also "initial", a tensor of its own in the place of out."""
     a, b = operand(torch, m, k, dtype, a_turned), operand(torch, k, n, dtype, not b_turned)
     start = torch.randn(m, n, device="cuda") if accumulate else torch.full((m, n), float("nan"), device="cuda")
     bias = {None: None, "n": torch.randn(n, device="cuda"), "mn": torch.randn(m, n, device="cuda").to(dtype)}[bias]
     results = []
     for kernel in (OTHER, name):
-        out = start.to(out_dtype, copy=True)
+        out, options = start.to(out_dtype, copy=True), {"bias": bias, "k_chunk": k_chunk, "kernel": kernel}
+        if accumulate == "initial":
+            out, options["initial"] = torch.full_like(out, float("nan")), start
+        else:
+            options["accumulate"] = accumulate
         try:
-            pydet.gemm(a, b, out=out, bias=bias, accumulate=accumulate, k_chunk=k_chunk, kernel=kernel)
+            pydet.gemm(a, b, out=out, **options)
         except pydet.Error as error:
             if error.status != UNSUPPORTED or kernel == OTHER:
                 raise
@@ -95,6 +99,7 @@ def test_edges(torch, name, dtype):
         [
             *[(None, False, None), ("n", False, None), (None, True, None), (None, False, 64), ("mn", False, None)],
             *[("mn", True, 80), ("n", True, None), (None, False, 1024), (None, True, 16)],
+            *[("n", "initial", None), (None, "initial", 64), ("mn", "initial", 48)],
         ]
     )
     layouts = list(itertools.product([False, True], repeat=2))
@@ -102,7 +107,25 @@ def test_edges(torch, name, dtype):
     for layout in layouts:
         for m_, n_ in extents:
             bias, accumulate, k_chunk = next(ways)
-            out = torch.float32 if accumulate else next(outs)
+            out = torch.float32 if accumulate is True else next(outs)
             took = compare(torch, name, m_, n_, next(depths), *layout, dtype, out, bias, accumulate, k_chunk)
             taken[layout] += took
     assert taken[False, False] >= 6, taken  # x w^T, which every tile takes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_segments_side_by_side_along_k(torch, dtype):
+    """A batch whose matrices are segments of x and of w: one pass over w, by each tile of few rows, the sums apart."""
+    dtype = getattr(torch, dtype)
+    names = [None] + [f"cuda_skinny_gemm_sm90_{rows}" for rows in (16, 32, 48, 64, 96)]
+    sizes = itertools.cycle([(8, 2, 16), (136, 4, 512), (1000, 3, 48), (4104, 4, 1040), (520, 8, 64), (33, 5, 272)])
+    for m in (1, 2, 8, 9, 16, 17, 31, 32, 33, 63, 64):
+        for name in names:
+            n, count, chunk = next(sizes)
+            x, w = operand(torch, m, count * chunk, dtype, False), operand(torch, count * chunk, n, dtype, True)
+            a, b = x.unflatten(1, (count, chunk)).transpose(0, 1), w.unflatten(0, (count, chunk))
+            sums = torch.full((count, m, n), float("nan"), device="cuda")
+            pydet.gemm(a, b, out=sums, kernel=name)
+            for i in range(count):
+                one = pydet.gemm(a[i], b[i], out_dtype="float32", kernel=OTHER)
+                assert torch.equal(sums[i].view(torch.int32), one.view(torch.int32)), f"{name} {m}x{n}: {i} of {count}"

@@ -647,7 +647,7 @@ def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
             want = rmsnorm_backward(hip, *arguments, CPU, joined=joined)
             for ours, theirs in zip(got, want, strict=bool(got)):
                 assert_same_bits(ours, theirs, f"{kernel}, {dtype}, {n} columns on {hip.arch}")
-    assert hip.ran >= instances(hip, "rmsnorm_dweight_kernel", "rmsnorm_backward_kernel")
+    assert hip.ran >= instances(hip, "rmsnorm_dweight_kernel", "norm_backward_kernel")
 
 
 def grouped_gemm(hip, kernel, problem, where):
@@ -1138,7 +1138,7 @@ def problem_for(hip, kernel):
 
     def backward():
         # For the join, rows enough for three blocks of them.
-        rows, n = (3, 1000) if kernel == "rmsnorm_backward_kernel" else (520, 8)
+        rows, n = (3, 1000) if kernel == "norm_backward_kernel" else (520, 8)
         dy, x, weight, rstd = normal(rows, n, seed=1), normal(rows, n), normal(n), np.ones(rows, np.float32)
         arguments, name = (hip, dy, x, weight, rstd, None), "hip_rmsnorm_backward_group"
         for ours, theirs in zip(
@@ -1173,7 +1173,7 @@ def problem_for(hip, kernel):
         "skinny_mfma_kernel": chunks,
         "norm_kernel": norm,
         "norm_general_kernel": norm,
-        "rmsnorm_backward_kernel": backward,
+        "norm_backward_kernel": backward,
         "softmax_kernel": rows_of_softmax,
         "softmax_long_kernel": rows_of_softmax,
         "rmsnorm_dweight_kernel": backward,
@@ -1194,7 +1194,7 @@ def problem_for(hip, kernel):
 
 MUTATED = (
     *("gemm_ieee_kernel", "gemm_mfma_kernel", "skinny_ieee_kernel", "skinny_mfma_kernel", "norm_kernel"),
-    *("norm_general_kernel", "rmsnorm_backward_kernel", "softmax_kernel", "softmax_long_kernel"),
+    *("norm_general_kernel", "norm_backward_kernel", "softmax_kernel", "softmax_long_kernel"),
     *("gemm_mfma_kernel, whole", "rmsnorm_dweight_kernel"),
 )
 

@@ -247,12 +247,22 @@ def test_what_else_a_program_may_be():
     check(loop, (x, normal(3, 16, 16)), (P("dp"), P()), results=[("dp",)])
     check(pj.convert(lambda x, w: jax.nn.softmax(x @ w.T)), (x, w), (P("dp"), P()), results=[("dp",)])
     assert pj.coverage(lambda x: pj.silu(x), x).left == {}
-    # Within a map over all of a mesh's axes, and over some.
+    # Within a map over all of a mesh's axes, and over some, which without Shardy would end the process in XLA.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("dp", "tp"))
-    for axes in ({"dp", "tp"}, {"dp"}):
-        parts = jax.shard_map(lambda x: pj.silu(pj.linear(x, w)), mesh=mesh, in_specs=P("dp"), out_specs=P("dp"),
-                              axis_names=axes)  # fmt: skip
-        assert np.asarray(jax.jit(parts)(x)).tobytes() == np.asarray(pj.silu(pj.linear(x, w))).tobytes()
+    parts = lambda axes: jax.shard_map(lambda x: pj.silu(pj.linear(x, w)), mesh=mesh, in_specs=P("dp"),
+                                       out_specs=P("dp"), axis_names=axes)  # fmt: skip
+    for axes, shardy in (({"dp", "tp"}, False), ({"dp", "tp"}, True), ({"dp"}, True)):
+        jax.config.update("jax_use_shardy_partitioner", shardy)
+        assert np.asarray(jax.jit(parts(axes))(x)).tobytes() == np.asarray(pj.silu(pj.linear(x, w))).tobytes()
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        jax.jit(parts({"dp"}))(x)
+        raise AssertionError("not refused")
+    except pydet.Error as refused:
+        assert str(refused).startswith("gemm: within shard_map over dp alone, of a mesh of dp, tp, want Shardy: ")
+    # A function that closes over a weight, by the partitioner before Shardy too.
+    check(jax.vmap(lambda x: pj.linear(x, w)), (normal(4, 6, 16),), (P("dp"),), results=[("dp",)])
+    jax.config.update("jax_use_shardy_partitioner", True)
     known = [export.DisabledSafetyCheck.custom_call("pydet_gemm")]
     made = export.export(jax.jit(pj.linear), disabled_checks=known)(x, w)
     assert np.asarray(made.call(x, w)).tobytes() == np.asarray(pj.linear(x, w)).tobytes()

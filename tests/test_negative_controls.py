@@ -336,33 +336,35 @@ def recorded(step):
         test_gemm.check_recorded_vectors(gemm_like(sum_of), dtype)
 
 
+def products_of(a, b):
+    return reference.Products(*(reference.Numbers(np.moveaxis(x, -1, 0)) for x in (a, b)))
+
+
 def products_and(change):
     """The sm90 step on changed products."""
 
     def step(a, b, c):
-        products = reference.Products(a, b)
-        change(products)
+        products = products_of(a, b)
+        change(products, a, b)
         return reference.truncating_step(products, c, fraction=25, least=-133)
 
     return step
 
 
-def renormalised(products):
-    upper = np.abs(products.m) >= 2 << products.fraction_bits
-    products.m, products.e = products.m * np.where(upper, 1, 2), products.e + np.where(upper, 1, 0)
-    products.fraction_bits += 1
+def renormalised(products, a, b):
+    """Products keep the exponent of their own value."""
+    products.e = np.where(products.value == 0, reference.NONE, np.frexp(products.value)[1] - 1)
 
 
-def zeros_keep_an_exponent(products):
+def zeros_keep_an_exponent(products, a, b):
     """A product of zero still raises the exponent that all are aligned to."""
-    floor = np.where(products.m == 0, products.e, reference.NONE).max(-1, keepdims=True)
-    products.m = np.where(products.e < floor - 25 - products.fraction_bits, 0, products.m)
-    shift = np.maximum(floor - 25 + products.fraction_bits - products.e, 0)
-    products.m = np.sign(products.m) * (np.abs(products.m) >> np.clip(shift, 0, 60) << np.clip(shift, 0, 60))
+    least = reference.MIN_EXPONENT[a.dtype]
+    ea, eb = (np.moveaxis(np.where(x == 0, least, reference.exponents(x)), -1, 0) for x in (a, b))
+    products.e = ea + eb
 
 
 def truncating(fraction, least):
-    return lambda a, b, c: reference.truncating_step(reference.Products(a, b), c, fraction, least)
+    return lambda a, b, c: reference.truncating_step(products_of(a, b), c, fraction, least)
 
 
 def two_steps_of_8(a, b, c):
@@ -372,8 +374,8 @@ def two_steps_of_8(a, b, c):
 
 
 def rounded_to_nearest(a, b, c):
-    products = reference.Products(a, b)
-    exact = products.value.sum(-1) + c
+    products = products_of(a, b)
+    exact = products.value.sum(0) + c
     return exact.astype(np.float32)
 
 

@@ -30,7 +30,7 @@ def test_attention_in_every_layout(torch, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert not found["missing"] and {name.split("_")[1] for name in found["counts"]} == {"attention"}
     assert all(calls > 0 and differing == 0 for calls, differing in found["counts"].values())
-    done, found = stress(tmp_path, "--kernels", "attention", "--spoil", "7")
+    done, found = stress(tmp_path, "--kernels", "attention_sm90", "--spoil", "7")
     assert done.returncode == 1, done.stdout + done.stderr
     assert [differing > 0 for _, differing in found["counts"].values()].count(True) == 1
 

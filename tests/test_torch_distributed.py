@@ -25,7 +25,8 @@ import pytest
 WORLD = 8
 SIZES = (1, 2, 4, 8)
 SEGMENTS = 8
-ALL_METHODS = ["auto", "one_shot", "two_shot", "chain", "peer_one_shot", "peer_two_shot", "push"]
+COLLECTIVES = ["auto", "one_shot", "two_shot", "chain"]
+BY_PEERS = ["peer_one_shot", "peer_two_shot"]
 MESHES = {"1x2": (2, 1), "1x4": (4, 1), "1x8": (8, 1), "2x2": (2, 2), "4x2": (2, 4)}  # TP x DP -> (dp, tp)
 TIME_LIMIT = 240
 
@@ -55,8 +56,11 @@ def methods_of(group, rows):
     from pydet.torch.distributed.symmetric import peers_of
 
     peers = peers_of(group, torch.get_default_device())
-    pushes = peers is not None and peers.pushes and rows % dist.get_world_size(group) == 0
-    return ALL_METHODS[: 7 if pushes else 6 if peers is not None else 4]
+    world = dist.get_world_size(group)
+    if peers is None:
+        return [*COLLECTIVES, "relay"]
+    more = ["push"] * (rows % world == 0) + ["relay"] * (world == 2)
+    return COLLECTIVES + BY_PEERS + more * peers.pushes
 
 
 def columns(x, group, extent=None):

@@ -44,6 +44,8 @@ def at_once(monkey, folder):
     monkey.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkey.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkey.setattr(torch.cuda, "Event", object)
+    monkey.setattr(torch.cuda, "Stream", lambda device=None: Stream())
+    monkey.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkey.setattr(torch.cuda, "is_available", lambda: True)
     monkey.setattr(torch.cuda, "current_device", lambda: 0)
     monkey.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -56,6 +58,30 @@ def at_once(monkey, folder):
     }
     monkey.setattr(symmetric, "driver", lambda name, *arguments: copies[name](*arguments))
     monkey.setattr(symmetric, "_find", lambda group, device: Shared.of(group, device, folder))
+    monkey.setattr(symmetric, "_shared_memory", lambda *asked: Symmetric.of(*asked[:3], folder))
+
+
+class Symmetric:
+    """Memory of each rank in a file, as PyTorch's handle gives it."""
+
+    made = 0
+
+    @classmethod
+    def of(cls, elements, dtype, group, folder):
+        import torch
+        import torch.distributed as dist
+
+        handle, size = cls(), elements * dtype.itemsize
+        handle.buffers, cls.made = [], cls.made + 1
+        for rank in range(dist.get_world_size(group)):
+            with open(f"{folder}/symmetric-{cls.made}-{rank}", "ab+") as file:
+                file.truncate(size)
+                handle.buffers.append(torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype))
+        dist.barrier(group)
+        return handle.buffers[dist.get_rank(group)], handle
+
+    def get_buffer(self, rank, shape, dtype):
+        return self.buffers[rank].view(dtype).view(shape)
 
 
 class Shared:
@@ -98,10 +124,36 @@ def rank_main(rank, world, folder, port, queue):
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=LIMIT_S))
         with pytest.MonkeyPatch.context() as monkey:
             at_once(monkey, folder)
+            products(rank, world)
             queue.put((rank, list(disagreements(rank, world)), None))
             dist.barrier()
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
+
+
+def products(rank, world):
+    """Row-parallel products by every method of peers have the bits of one process: slabs of a relay, one, several."""
+    import torch
+
+    import pydet
+    import pydet.torch.distributed as pd
+    from pydet.torch.distributed import relay
+
+    methods = ["auto", "peer_one_shot", "peer_two_shot", "push"] + ["relay"] * (world == relay.RANKS)
+    relay.SLABS, segments = ((0, 16),), 8
+    for m, n, k in ((16, 40, 256), (100, 24, 400), (160, 8, 1024)):
+        x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(m)) for shape in ((m, k), (n, k), (n,)))
+        x, w = x.bfloat16(), w.bfloat16()
+        begin, end = pd.shard_bounds(k, segments, rank, world)
+        one = pydet.gemm(x, w.t(), bias=b, k_chunk=pd.segment_length(k, segments), arithmetic="sm90")
+        for method in methods:
+            for relay.APART in (0, 1, 2, 9) if method == "relay" else (2,):
+                y = pd.row_parallel_linear(
+                    x[:, begin:end].contiguous(), w[:, begin:end].contiguous(), b, in_features=k, method=method,
+                    arithmetic="sm90",
+                )  # fmt: skip
+                pd.check_exchanges()
+                assert y.equal(one), f"{method} {m}x{n}x{k}, {relay.APART} apart"
 
 
 def disagreements(rank, world):

@@ -39,7 +39,7 @@ class Sweep:
     def calls(self, operation, m, n, kernel):
         """A call for each set of buffers."""
         sets = max(1, min(24, 2 * L2_BYTES // (4 * m * n) + 1, POOL // (m * n + 128)))
-        weight, bias = torch.randn(2, n, device="cuda").to(torch.bfloat16)
+        weight, bias = (torch.randn(n, device="cuda").to(torch.bfloat16) for _ in range(2))  # each on a line of its own
         rows, sums = torch.rand(2, m, device="cuda"), torch.empty(n, device="cuda", dtype=torch.bfloat16)
         index, how = torch.randint(n, (m,), device="cuda"), {"kernel": kernel} if kernel else {}
 

@@ -451,7 +451,7 @@ pydet_status round_here(const Rounding &problem) {
   return round_elements<Scalar>(problem);
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr};
+constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr, nullptr};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 
 constexpr Backend cpu() {

@@ -158,6 +158,13 @@ bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
+bool layernorm_backward_ring_takes(const LayerNormBackward &);
+bool layernorm_backward_cluster_takes(const LayerNormBackward &);
+bool layernorm_backward_chain_prefers(const LayerNormBackward &);
+bool layernorm_backward_cluster_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_chain(const LayerNormBackward &);
+pydet_status layernorm_backward_cluster(const LayerNormBackward &);
+pydet_status layernorm_backward_group(const LayerNormBackward &);
 bool layernorm_backward_rows_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_rows(const LayerNormBackward &);
 
@@ -174,7 +181,6 @@ pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
-pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &);
 
 // nvidia/norm_elements.cu, nvidia/norm_backward_elements.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
@@ -187,6 +193,12 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &);
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_staged(const RmsNormBackward &);
+bool layernorm_backward_staged_takes(const LayerNormBackward &);
+bool layernorm_backward_staged_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_staged(const LayerNormBackward &);
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
@@ -266,8 +278,11 @@ pydet_status fold(const Fold &);
 pydet_status round_elements(const Rounding &);
 
 // nvidia/fold_peers.cu
+bool fold_awaited_takes(const Fold &);
 bool fold_one_shot_takes(const Fold &);
+bool fold_two_shot_takes(const Fold &);
 bool fold_one_shot_prefers(const Fold &);
+pydet_status fold_awaited(const Fold &);
 pydet_status fold_one_shot(const Fold &);
 pydet_status fold_two_shot(const Fold &);
 
@@ -313,6 +328,7 @@ bool attention_ieee_takes(const Attention &);
 pydet_status attention_ieee(const Attention &);
 bool attention_mma_takes(const Attention &);
 pydet_status attention_mma(const Attention &);
+uint64_t attention_mma_workspace(const Attention &, const char *kernel);
 
 // any/attention_backward_ieee.cu, nvidia/attention_backward_mma.cu
 pydet_status attention_backward_ieee(const AttentionBackward &);

@@ -946,7 +946,8 @@ enum { PYDET_FOLD_PARTS = 64 };
 
 /* The ranks of one fold, a device each, in one launch: parts are this rank's, D folds all ranks' parts, rank 0's first, and
  * out is the same on every rank, with the bits of one fold of them all. Every rank makes the same calls in the same order
- * with the same counts, shapes, types and options: a rank waits on its device until the others have come. CUDA only.
+ * with the same counts (but see first_sums), shapes, types and options: a rank waits on its device until the others have
+ * come. CUDA only.
  * memory: of each rank, reached by all the others, at multiples of 16 bytes; its first PYDET_FOLD_SIGNALS bytes are zeros
  * before the first call, the rest may hold anything; used by one sequence of calls, with one memory_size, which is at least
  * PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. The last 8 PYDET_FOLD_RANKS bytes of the signals are the
@@ -958,7 +959,13 @@ enum { PYDET_FOLD_PARTS = 64 };
  *   PYDET_FOLD_DISAGREES   rank [1] came with other sizes, counts, types, options or another word
  *   PYDET_FOLD_LATE        rank [1] did not come in timeout_ms; this rank itself: another fold on its memory did not end
  *   PYDET_FOLD_LEFT        rank [1] waited longer than that, for this rank or another
- * Without it such a fold ends with an error of its device, which is lost to the process. */
+ * Without it such a fold ends with an error of its device, which is lost to the process.
+ * first_sums: rank 0 gives one part, the sum of its own as many, as a product with k_chunk makes it. ORDERED, neither gathered
+ * nor under accumulate.
+ * flag: this rank alone folds its own parts, and exchanges nothing: rank `from` brings some of them and then, behind them on
+ * its stream, puts word at flag, which was 0. Until then the device waits, for timeout_ms, or until the ranks have failed:
+ * then out is NaN. ORDERED, not under accumulate. One part alone may have out's type: it is what was made elsewhere, and is
+ * copied, or is out itself, which stays as it is where the word comes. */
 enum { PYDET_FOLD_RANKS = 16, PYDET_FOLD_SIGNALS = 1 << 17, PYDET_FOLD_ROOM = 3 << 20 };
 enum { PYDET_FOLD_BLOCKS = 128, PYDET_FOLD_FAULT = 2 };
 enum { PYDET_FOLD_DISAGREES = 1, PYDET_FOLD_LATE = 2, PYDET_FOLD_LEFT = 3 };
@@ -972,8 +979,11 @@ typedef struct pydet_fold_peers {
   uint32_t timeout_ms; /* a rank waits no longer for another; 0: for ever */
   void *const *memory; /* [ranks] */
   uint64_t memory_size;
-  uint64_t word;   /* the same on every rank: what the call is and which of them, by its caller's count */
-  uint64_t *fault; /* NULL, or this rank's words */
+  uint64_t word;        /* the same on every rank: what the call is and which of them, by its caller's count */
+  uint64_t *fault;      /* NULL, or this rank's words */
+  int32_t first_sums;   /* 0, or the parts of each other rank, where rank 0 has one */
+  int32_t from;         /* the rank that raises flag */
+  const uint64_t *flag; /* NULL, or where word comes */
 } pydet_fold_peers;
 
 typedef struct pydet_fold_options {

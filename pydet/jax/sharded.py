@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, S
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pydet import _native
-from pydet._native import constants, ffi
+from pydet._native import UNSUPPORTED, constants, fail, ffi
 from pydet.jax.foreign import Array, Foreign, batchable, plain, type_of
 from pydet.ops import DWEIGHT_ROWS
 
@@ -551,7 +551,9 @@ def _rows_of_groups(call: Foreign, rule: Rule, chosen: dict[str, Summed], *opera
 
 
 def _axes_of(x: Any) -> list[Axes]:
-    """The mesh axes of each dimension."""
+    """The mesh axes of each dimension; none where JAX knows no sharding, before 0.7 of what a function closes over."""
+    if x.sharding is None:
+        return [()] * len(x.shape)
     spec = (*x.sharding.spec, *[None] * len(x.shape))[: len(x.shape)]
     return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
 
@@ -641,7 +643,12 @@ def partitioned(call: Foreign, *operands: Array) -> tuple[Array, ...]:
     mesh: Any = _sharding.get_abstract_mesh()
     shapes = [x.shape for x in operands]
     known = all(isinstance(n, int) for shape in (*shapes, *(y.shape for y in call.results)) for n in shape)
-    if call.target not in _RULES or not known or bool(getattr(mesh, "manual_axes", False)) or jax.device_count() == 1:
+    manual = getattr(mesh, "manual_axes", ())
+    config: Any = jax.config
+    if 0 < len(manual) < len(mesh.axis_names) and not config.jax_use_shardy_partitioner:  # XLA would end the process
+        what = f"within shard_map over {', '.join(manual)} alone, of a mesh of {', '.join(mesh.axis_names)}"
+        fail(UNSUPPORTED, f"{call.target}: {what}, want Shardy: jax.config.update('jax_use_shardy_partitioner', True)")
+    if call.target not in _RULES or not known or bool(manual) or jax.device_count() == 1:
         return plain(call, *operands)
     rule = _RULES[call.target](call, shapes)
     call = _typed(call, rule, operands)
@@ -672,7 +679,7 @@ def partitioned(call: Foreign, *operands: Array) -> tuple[Array, ...]:
 
     def infer(mesh: Any, args: Any, results: Any) -> Any:
         shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in call.results]
-        if not all(isinstance(x.sharding, NamedSharding) for x in args):
+        if not all(isinstance(x.sharding, NamedSharding | None) for x in args) or mesh.empty:
             return _specs(rule, rule.results, {}, Mesh(np.array(jax.devices()), ("devices",)))
         bare = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for y in shapes]
         return _specs(rule, rule.results, _choose(rule, mesh, args, bare), mesh)

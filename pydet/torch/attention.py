@@ -46,7 +46,9 @@ def attention(
     the keys from the first to the last that it may see: padding, packed documents and windows that a cache cut change
     none. A query with no allowed key gives zeros. Rows of a mask that are ranges of keys (padding on either side,
     packed sequences, a cache with room, windows) are found and computed together, at about the speed of `causal`; for
-    that the host reads a mask once while it lives, but not in a CUDA graph. Other rows are computed one by one.
+    that the host reads a mask once while it lives and is not written, but not in a CUDA graph. (Writes that PyTorch
+    does not count, through ``.data``, NumPy or a replayed graph, want a new tensor, as ``mask.clone()``.) Other rows
+    are computed one by one.
 
     Backward is :func:`pydet.attention_backward`, in the same arithmetic, and its memory does not grow with Q K. The
     gradients of a sequence by q, k and v have the bits that they have alone: in a batch, behind padding on either side

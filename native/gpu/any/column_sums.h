@@ -37,4 +37,16 @@ pydet_status ready_to_join(const RmsNormBackward &);
 // wanted or not.
 pydet_status join_partials(const RmsNormBackward &, int chains);
 
+// A gradient whose kernel leaves partials of so many chains each. All that is launched is loaded first.
+template <class P, class F>
+pydet_status with_sums_over_rows(const char *name, const P &p, int chains, const F &launch_rows) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const RmsNormBackward sums = sums_over_rows(p);
+  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
+  if (p.rows > 0)
+    if (const pydet_status launched = launch_rows(); launched != PYDET_OK) return launched;
+  return join_partials(sums, chains);
+}
+
 }  // namespace pydet

@@ -102,10 +102,6 @@ template <class F> __device__ __forceinline__ void each_token(const EmbeddingBac
   }
 }
 
-__device__ __forceinline__ uint32_t from_lane(uint32_t value, int lane) {
-  return bits_of(gpu_shfl(float_of(value), lane, kLogicalWarp));
-}
-
 __global__ void __launch_bounds__(kSortThreads) embedding_sort_kernel(const __grid_constant__ EmbeddingBackward p) {
   __shared__ uint32_t place[kSortWarps][kOwnIds];  // a warp's tokens of each id; then where the next of them goes
   __shared__ uint32_t of_warps[kSortWarps], below;

@@ -24,19 +24,12 @@ template <int V> constexpr int kBlocks = V > 0 ? 0 : 2;
 
 // ---- dx ------------------------------------------------------------------------------------------------------------
 
-template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // along a row: c, a
-
 template <class P>
 __device__ __forceinline__ float dx_of(float xhat, float g, float rstd, const float (&sums)[kSums<P>], bool added,
                                        float dresidual) {
   float t = fmaf(-xhat, sums[0], g);
   if constexpr (kCentred<P>) t -= sums[1];
   return added ? fmaf(rstd, t, dresidual) : rstd * t;
-}
-
-template <class P> __device__ __forceinline__ float mean_of(const P &p, int64_t r) {
-  if constexpr (kCentred<P>) return of_row(p.mean, r);
-  else return 0.0f;
 }
 
 // xhat and g of the elements of x and dy, in their place.

@@ -23,6 +23,10 @@ constexpr int kMaxTeam = kRowLaneGroups;
 // Whether a norm takes its rows' means from them, as LayerNorm does.
 template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNorm> || std::is_same_v<P, LayerNormBackward>;
 
+__device__ __forceinline__ uint32_t from_lane(uint32_t value, int lane) {
+  return bits_of(gpu_shfl(float_of(value), lane, kLogicalWarp));
+}
+
 // ---- A vector of elements ----------------------------------------------------------------------------------------
 
 template <Type type, int W> struct alignas(W *size_of(type) < 16 ? 8 : 16) Packed {
@@ -176,6 +180,14 @@ __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { retu
 __device__ __forceinline__ float of_row(const Vector &values, int64_t r) {
   return reinterpret_cast<const float *>(values.data)[r];
 }
+
+// LayerNorm's mean of a row.
+template <class P> __device__ __forceinline__ float mean_of(const P &p, int64_t r) {
+  if constexpr (kCentred<P>) return of_row(p.mean, r);
+  else return 0.0f;
+}
+// Of a gradient over rows: dweight, dbias; along a row: c, a.
+template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;
 
 __device__ __forceinline__ void store_of_row(const Vector &values, int64_t r, float value) {
   if (values.data) reinterpret_cast<float *>(values.data)[r] = canonical(value);

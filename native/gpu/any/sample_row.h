@@ -131,9 +131,7 @@ template <class All> struct Run {
 };
 
 __device__ __forceinline__ Weight weight_of_lane(Weight weight, int lane) {
-  const auto half = [&](uint32_t bits) { return bits_of(gpu_shfl(float_of(bits), lane, kLogicalWarp)); };
-  const uint32_t upper = half(uint32_t(weight >> 32)), lower = half(uint32_t(weight));
-  return Weight(upper) << 32 | lower;
+  return Weight(from_lane(uint32_t(weight >> 32), lane)) << 32 | from_lane(uint32_t(weight), lane);
 }
 
 // The threads of a row, which count the digits they have looked for.

@@ -66,12 +66,17 @@ struct Finish {
   int64_t row, index;  // index: the column that log_prob asks for, -1 where it is none
   float max, sum, reciprocal, log_sum, gradient;
 
-  __device__ __forceinline__ Finish(const Softmax &problem, int64_t r) : p(problem), row(r), index(-1), gradient(0) {
+  __device__ __forceinline__ Finish(const Softmax &problem, int64_t r, bool now = true)
+      : p(problem), row(r), index(-1), gradient(0) {
+    if (now) ask();
+  }
+  // Reads which column is asked for, of log_prob and of its gradient.
+  __device__ __forceinline__ void ask() {
     if (!p.index.data) return;
-    int64_t asked =
-        p.index.wide ? static_cast<const int64_t *>(p.index.data)[r] : static_cast<const int32_t *>(p.index.data)[r];
+    int64_t asked = p.index.wide ? static_cast<const int64_t *>(p.index.data)[row]
+                                 : static_cast<const int32_t *>(p.index.data)[row];
     if (asked >= 0 && asked < p.n) index = asked;
-    if (p.kind == SoftmaxKind::log_prob_backward) gradient = reinterpret_cast<const float *>(p.dlog_prob.data)[r];
+    if (p.kind == SoftmaxKind::log_prob_backward) gradient = reinterpret_cast<const float *>(p.dlog_prob.data)[row];
   }
   __device__ __forceinline__ void known(float largest, float total) {
     max = largest;
@@ -129,8 +134,11 @@ struct Finish {
     if (p.kind == SoftmaxKind::log_softmax) return logarithms(x);
     if (p.kind == SoftmaxKind::softmax) return;
 #pragma unroll
-    for (int e = 0; e < N; ++e)
-      x[e] = index < 0 ? 0.0f : fmaf(-x[e], gradient, j + e * step == index ? gradient : 0.0f);
+    for (int e = 0; e < N; ++e) x[e] = gradient_of(j + e * step, x[e]);
+  }
+  // log_prob's, of column j and its softmax.
+  __device__ __forceinline__ float gradient_of(int64_t j, float y) const {
+    return index < 0 ? 0.0f : fmaf(-y, gradient, j == index ? gradient : 0.0f);
   }
   // The same, rounded, as they lie in memory.
   template <Type type, int step, int N>

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "core/backend.h"
@@ -53,7 +54,7 @@ template <int tile> constexpr Kernel<Gemm> sm90_row() {
 }
 
 template <int rows, bool turned> constexpr Kernel<Gemm> skinny_row(const char *name) {
-  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix)
+  return Row(name, kHalfTypes, Arithmetic::sm90, kSm90a, turned ? kOneMatrix | kAlongN : kOneMatrix | kBatch)
       .chooses(skinny_sm90_choose<turned>, rows)
       .launches(skinny_sm90<rows, turned>);
 }
@@ -197,9 +198,6 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
         .takes(rmsnorm_backward_short_takes)
         .prefers(rmsnorm_backward_short_chain_prefers)
         .launches(rmsnorm_backward_short_chain),
-    Row("cuda_rmsnorm_backward_short_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
-        .takes(rmsnorm_backward_short_takes)
-        .launches(rmsnorm_backward_short_cluster),
     Row("cuda_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .prefers(rmsnorm_backward_chain_prefers)
@@ -211,6 +209,10 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .launches(rmsnorm_backward_group),
+    Row("cuda_rmsnorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfGradient | kBlockSums)
+        .takes(rmsnorm_backward_staged_takes)
+        .prefers(rmsnorm_backward_staged_prefers)
+        .launches(rmsnorm_backward_staged),
     Row("cuda_rmsnorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_strided_takes)
         .prefers(rmsnorm_backward_strided_prefers)
@@ -232,7 +234,7 @@ constexpr Kernel<Softmax> kSoftmax[] = {
         .takes(softmax_head_takes)
         .prefers(softmax_head_prefers)
         .launches(softmax_head),
-    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kSoftmaxForward)
+    Row("cuda_softmax_spread", kUnscaledTypes, Arithmetic::ieee, kSm90, kAllOfSoftmax)
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
         .launches(softmax_spread),
@@ -331,7 +333,7 @@ constexpr Kernel<AttentionBackward> kAttentionBackward[] = {
         .launches(attention_backward_ieee),
 };
 uint64_t attention_workspace(const Attention &a, const char *kernel) {
-  return std::max(attention_sm90_workspace(a, kernel), bytes_of_parts(a));
+  return std::max({attention_sm90_workspace(a, kernel), attention_mma_workspace(a, kernel), bytes_of_parts(a)});
 }
 
 uint64_t attention_backward_workspace(const AttentionBackward &b, const char *kernel) {
@@ -417,7 +419,11 @@ constexpr Kernel<Fold> kFold[] = {
         .takes(fold_one_shot_takes)
         .prefers(fold_one_shot_prefers)
         .launches(fold_one_shot),
+    Row("cuda_fold_awaited", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_awaited_takes)
+        .launches(fold_awaited),
     Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
+        .takes(fold_two_shot_takes)
         .launches(fold_two_shot),
 };
 
@@ -487,6 +493,10 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_unaligned_takes)
         .prefers(layernorm_backward_unaligned_prefers)
         .launches(layernorm_backward_unaligned),
+    Row("cuda_layernorm_backward_staged", kUnscaledTypes, Arithmetic::ieee, kSm90, kLayerNormGradient)
+        .takes(layernorm_backward_staged_takes)
+        .prefers(layernorm_backward_staged_prefers)
+        .launches(layernorm_backward_staged),
     Row("cuda_layernorm_backward_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_strided_takes)
         .prefers(layernorm_backward_strided_prefers)
@@ -495,6 +505,17 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_apart_takes)
         .prefers(layernorm_backward_apart_prefers)
         .launches(layernorm_backward_apart),
+    Row("cuda_layernorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_ring_takes)
+        .prefers(layernorm_backward_chain_prefers)
+        .launches(layernorm_backward_chain),
+    Row("cuda_layernorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kLayerNormGradient)
+        .takes(layernorm_backward_cluster_takes)
+        .prefers(layernorm_backward_cluster_prefers)
+        .launches(layernorm_backward_cluster),
+    Row("cuda_layernorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
+        .takes(layernorm_backward_ring_takes)
+        .launches(layernorm_backward_group),
     Row("cuda_layernorm_backward_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_rows_takes)
         .launches(layernorm_backward_rows),
@@ -544,7 +565,17 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace};
+// Hopper's tiles do. Few rows are a skinny kernel's.
+bool gemm_begins(const Gemm &g, const char *kernel) {
+  constexpr int64_t kFew = 128;
+  if (g.arithmetic != Arithmetic::sm90 || !is_sm90(g.device) || !(kHalfTypes & bit(g.a.type)) || g.k == 0) return false;
+  if (!kernel) return g.m > kFew && g.n > kFew && gemm_sm90_choose(g, kAnyVariant).variant >= 0;
+  for (int tile = 0; tile < kSm90TileCount; ++tile)
+    if (!strcmp(kSm90Tiles[tile].name, kernel)) return gemm_sm90_choose(g, tile).variant >= 0;
+  return false;
+}
+
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 

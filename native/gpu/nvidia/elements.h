@@ -211,6 +211,22 @@ template <int team, int elements, int full> struct StridedShape {
   static constexpr int T = team, V = elements, F = full;
 };
 
+// Calls f with a team that holds a row of n.
+constexpr int64_t kLongestOfShapes = 1024 * 12;
+template <class F> pydet_status with_strided_shape(int64_t n, const F &f) {
+  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
+  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
+  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
+  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
+  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
+  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
+  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
+  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
+  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
+  if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
+  return f(StridedShape<1024, 12, 8>{});
+}
+
 // ---- Rows that lie one behind the other --------------------------------------------------------------------------
 
 // A warp brings some rows of 16-bit elements to shared memory as the pieces of 16 bytes that they lie in, works on single

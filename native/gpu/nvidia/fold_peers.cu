@@ -72,11 +72,16 @@ struct Plan {
   int64_t area;   // bytes
   int32_t turns;  // units of a thread in a round
   int32_t rounds;
-  int32_t total;  // parts of all ranks
+  int32_t slots;  // for the parts that travel
   uint32_t tag;   // a hash of all of it, and of the call
   bool two_shot;
-  bool prefix;  // rank 0 sends the fold of its parts
+  bool prefix;   // rank 0 sends the fold of its parts
+  int32_t each;  // parts of a rank, whether rank 0 gives them or their sum
 
+  // Of a rank's parts among those that travel.
+  __device__ __forceinline__ int first_slot(int rank) const {
+    return prefix && rank > 0 ? 1 + (rank - 1) * each : rank * each;
+  }
   __device__ __forceinline__ int64_t begin_of(int rank) const {
     return two_shot && rank > 0 ? first + (rank - 1) * share : 0;
   }
@@ -208,7 +213,7 @@ __device__ __forceinline__ void send(const Fold &p, const Plan &plan, int first,
     }
 #pragma unroll
     for (int s = 0; s < many; ++s)
-      store_elements(peers.memory[to] + area + (peers.rank * p.count + first + s) * part_bytes + slot, v[s]);
+      store_elements(peers.memory[to] + area + (plan.first_slot(peers.rank) + first + s) * part_bytes + slot, v[s]);
   }
 }
 
@@ -223,6 +228,73 @@ __device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_
     const auto part = [&](int s) { return load_own(p.parts[s], begin + at, end, by_four); };
     store_elements(p.peers.memory[to] + area + slot, ordered(p.count, part, Elements<4>{}));
   }
+}
+
+// Units of a thread that are loaded before the first of them is stored: one at a time, memory rests.
+constexpr int kAhead = 4;
+
+// f(i, element, turn) for units i of this block, `begin` to `end`, in a round, from the turn `first` on.
+template <int ahead, class F>
+__device__ __forceinline__ void each_ahead(const Plan &plan, int round, int first, int64_t begin, int64_t end, F f) {
+#pragma unroll
+  for (int i = 0; i < ahead; ++i) {
+    const int turn = first + i;
+    const int64_t unit = (int64_t(round) * plan.turns + turn) * gridDim.x + blockIdx.x;
+    const int64_t at = begin + (unit * kThreads + threadIdx.x) * kUnit;
+    if (turn < plan.turns && at < end) f(i, at, turn);
+  }
+}
+
+// This rank's only part, of a round.
+template <bool by_four, int ahead>
+__device__ __forceinline__ void send_one(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+  const Peers &peers = p.peers;
+  for (int step = 1; step < peers.ranks; ++step) {
+    const int to = after(peers, step);
+    const int64_t begin = plan.begin_of(to), end = plan.end_of(to, n);
+    char *const slots = peers.memory[to] + area + plan.first_slot(peers.rank) * int64_t(plan.turns) * kSlot;
+    for (int turn = 0; turn < plan.turns; turn += ahead) {
+      Elements<4> v[ahead];
+      each_ahead<ahead>(plan, round, turn, begin, end,
+                        [&](int i, int64_t at, int) { v[i] = load_own(p.parts[0], at, end, by_four); });
+      each_ahead<ahead>(plan, round, turn, begin, end, [&](int i, int64_t, int turn) {
+        store_elements(slots + int64_t(turn) * kSlot + int64_t(threadIdx.x) * kUnit * int(sizeof(float)), v[i]);
+      });
+    }
+  }
+}
+
+// The other ranks' results, of a round, to out.
+template <bool by_four, int ahead>
+__device__ __forceinline__ void take_results(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+  const Peers &peers = p.peers;
+  const int64_t part_bytes = int64_t(plan.turns) * kSlot;
+  const int bytes = size_of(p.out.type);
+  for (int step = 1; step < peers.ranks; ++step) {
+    const int from = after(peers, step);
+    const int64_t begin = plan.begin_of(from), end = plan.end_of(from, n);
+    const char *const got = peers.memory[peers.rank] + area + (plan.slots + from) * part_bytes;
+    for (int turn = 0; turn < plan.turns; turn += ahead) {
+      uint4 words[ahead];
+      each_ahead<ahead>(plan, round, turn, begin, end, [&](int i, int64_t, int turn) {
+        const char *const at = got + int64_t(turn) * kSlot + int64_t(threadIdx.x) * kUnit * bytes;
+        if (p.out.type == Type::f32) {
+          words[i] = *reinterpret_cast<const uint4 *>(at);
+        } else {
+          const uint2 two = *reinterpret_cast<const uint2 *>(at);
+          words[i] = make_uint4(two.x, two.y, 0, 0);
+        }
+      });
+      each_ahead<ahead>(plan, round, turn, begin, end,
+                        [&](int i, int64_t at, int) { store_own(p.out.data, p.out.type, at, end, by_four, words[i]); });
+    }
+  }
+}
+
+// The same a unit at a time and not inlined, beside the registers of a tree.
+template <bool by_four>
+__device__ __noinline__ void take_slowly(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+  take_results<by_four, 1>(p, plan, round, area, n);
 }
 
 // NaN to all that this block has of out: the ranks disagree, or one did not come.
@@ -250,18 +322,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
   __shared__ uint64_t entered;
   const Peers &peers = p.peers;
   const int rank = peers.rank, ranks = peers.ranks;
+  constexpr int kUnits = as_tree || !by_four ? 1 : 2;  // of a thread at a time: so many loads of each part
+  wait_for_previous_kernel();
   const bool meets = ranks > 1, sends = meets && !peers.gathered, shares = meets && plan.two_shot && !peers.scatter;
   const int64_t n = peers.scatter ? p.size * ranks : p.size;
   const int64_t begin = plan.begin_of(rank), end = plan.end_of(rank, n);
   const int64_t out_begin = peers.scatter ? 0 : begin;
-  const int64_t part_bytes = int64_t(plan.turns) * kSlot, results = plan.total * part_bytes;
-  const int skipped = plan.prefix && rank > 0 ? p.count - 1 : 0, folded = plan.total - skipped;
-  const int own_first = peers.gathered ? 0 : rank * p.count - skipped, own_end = own_first + p.count;
+  const int64_t part_bytes = int64_t(plan.turns) * kSlot, results = plan.slots * part_bytes;
+  // Rank 0's parts lie here, where all others have one slot for their sum.
+  const int more = plan.prefix && rank == 0 ? p.count - 1 : 0, folded = plan.slots + more;
+  const int own_first = peers.gathered ? 0 : plan.first_slot(rank), own_end = own_first + p.count;
 
   if (meets && threadIdx.x == 0) entered = enter(peers);
   // Part s of what is folded, at the first element of its own tensor or, of an area, at its first slot.
   for (int s = threadIdx.x; s < folded; s += kThreads) {
-    if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + (s ? s + skipped : 0) * part_bytes;
+    if (s < own_first || s >= own_end) sources[s] = peers.memory[rank] + (s - more) * part_bytes;
     else sources[s] = reinterpret_cast<const char *>(p.parts[s - own_first] + (peers.gathered ? 0 : begin));
   }
   __syncthreads();
@@ -287,6 +362,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 
   const auto send_round = [&](int round) {
     const int64_t area = area_of(round);
+    if (!as_tree && p.count == 1) return send_one<by_four, kAhead>(p, plan, round, area, n);
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float));
       if (at >= plan.share) break;
@@ -307,54 +383,70 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     const bool last = round + 1 == plan.rounds;
     if (sends && !last) send_round(round + 1);
     const int64_t area = area_of(round);
-    for (int turn = 0; turn < plan.turns; ++turn) {
-      const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float)), out_at = out_begin + at;
-      if (begin + at >= end) break;
-      Elements<4> start = {};
-      const float *out = reinterpret_cast<const float *>(p.out.data);
-      if (p.accumulate) start = load_own(out, out_at, out_begin + end - begin, by_four);
-      const auto part = [&](int s) {
-        if (s < own_first || s >= own_end)
-          return load_elements<4>(reinterpret_cast<const float *>(sources[s] + area + slot));
-        return load_own(reinterpret_cast<const float *>(sources[s]), at, end - begin, by_four);
-      };
-      Elements<4> sum = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
-      if (p.bias.data) {
-        int64_t column = out_at % p.bias_period;
-        for (int e = 0; e < kUnit; ++e) {
-          if (begin + at + e < end) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
-          column = column + 1 == p.bias_period ? 0 : column + 1;
-        }
+    const bool meets_again = meets && (shares || (sends && !last) || (peers.gathered && last));
+    if (last && !meets_again) let_next_kernel_start();  // from here on this block waits for no rank
+    for (int turn = 0; turn < plan.turns; turn += kUnits) {
+      int64_t at[kUnits];
+      bool mine[kUnits];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        at[u] = element(round, turn + u);
+        mine[u] = turn + u < plan.turns && begin + at[u] < end;
       }
-      const uint4 words = packed(sum, p.out.type);
-      store_own(p.out.data, p.out.type, out_at, out_begin + end - begin, by_four, words);
-      for (int step = 1; shares && step < ranks; ++step) {
-        char *const to = peers.memory[after(peers, step)] + area + results + rank * part_bytes;
-        store_packed(to + slot_of(turn, size_of(p.out.type)), p.out.type, words);
+      if (!mine[0]) break;
+      const float *out = reinterpret_cast<const float *>(p.out.data);
+      // f(u), of each unit, side by side; 0 of one that is not this block's.
+      const auto each = [&](auto f) {
+        Elements<kUnit * kUnits> v = {};
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          const Elements<4> one = mine[u] ? f(u) : Elements<4>{};
+#pragma unroll
+          for (int e = 0; e < kUnit; ++e) v.x[u * kUnit + e] = one.x[e];
+        }
+        return v;
+      };
+      Elements<kUnit * kUnits> start = {};
+      if (p.accumulate)
+        start = each([&](int u) { return load_own(out, out_begin + at[u], out_begin + end - begin, by_four); });
+      const auto part = [&](int s) {
+        const char *const from = sources[s];
+        if (s < own_first || s >= own_end)
+          return each([&](int u) {
+            return load_elements<4>(reinterpret_cast<const float *>(from + area + slot_of(turn + u, sizeof(float))));
+          });
+        return each(
+            [&](int u) { return load_own(reinterpret_cast<const float *>(from), at[u], end - begin, by_four); });
+      };
+      const Elements<kUnit * kUnits> sums = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        if (!mine[u]) continue;
+        const int64_t out_at = out_begin + at[u];
+        Elements<4> sum;
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e) sum.x[e] = sums.x[u * kUnit + e];
+        if (p.bias.data) {
+          int64_t column = out_at % p.bias_period;
+          for (int e = 0; e < kUnit; ++e) {
+            if (begin + at[u] + e < end) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
+            column = column + 1 == p.bias_period ? 0 : column + 1;
+          }
+        }
+        const uint4 words = packed(sum, p.out.type);
+        store_own(p.out.data, p.out.type, out_at, out_begin + end - begin, by_four, words);
+        for (int step = 1; shares && step < ranks; ++step) {
+          char *const to = peers.memory[after(peers, step)] + area + results + rank * part_bytes;
+          store_packed(to + slot_of(turn + u, size_of(p.out.type)), p.out.type, words);
+        }
       }
     }
     // Gathered parts may be written again once all ranks are past their last meeting.
-    if (meets && (shares || (sends && !last) || (peers.gathered && last))) met = meet(peers, ++meeting, plan.tag);
+    if (meets_again) met = meet(peers, ++meeting, plan.tag);
+    if (last && meets_again) let_next_kernel_start();
 
-    for (int turn = 0; met && shares && turn < plan.turns; ++turn) {
-      const int64_t at = element(round, turn);
-      if (at >= plan.share) break;
-      for (int step = 1; step < ranks; ++step) {
-        const int from = after(peers, step);
-        const int64_t to = plan.begin_of(from) + at, to_end = plan.end_of(from, n);
-        if (to >= to_end) continue;
-        const char *got = peers.memory[rank] + area + results + from * part_bytes;
-        got += slot_of(turn, size_of(p.out.type));
-        uint4 words = {};
-        if (p.out.type == Type::f32) {
-          words = *reinterpret_cast<const uint4 *>(got);
-        } else {
-          const uint2 two = *reinterpret_cast<const uint2 *>(got);
-          words.x = two.x, words.y = two.y;
-        }
-        store_own(p.out.data, p.out.type, to, to_end, by_four, words);
-      }
-    }
+    if (met && shares && as_tree) take_slowly<by_four>(p, plan, round, area, n);
+    if (met && shares && !as_tree) take_results<by_four, kAhead>(p, plan, round, area, n);
   }
   if (!met) spoil(p, plan);
   __syncthreads();
@@ -372,10 +464,10 @@ struct Hash {
 uint32_t tag_of(const Fold &p, const Plan &plan, int64_t blocks) {
   const Peers &peers = p.peers;
   Hash hash;
-  for (int64_t word :
-       {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size, int64_t(p.count),
-        int64_t(plan.two_shot), int64_t(p.tree), int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter),
-        int64_t(p.out.type), int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
+  for (int64_t word : {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size,
+                       int64_t(plan.each), int64_t(peers.first_sums), int64_t(plan.two_shot), int64_t(p.tree),
+                       int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter), int64_t(p.out.type),
+                       int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
     hash.add(word);
   return uint32_t(hash.value ^ hash.value >> 32);
 }
@@ -392,13 +484,15 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   const int64_t n = peers.scatter ? p.size * peers.ranks : p.size;
   Plan plan = {};
   plan.two_shot = two_shot;
-  plan.total = peers.gathered ? p.count : p.count * peers.ranks;
+  plan.each = peers.parts_of_each(p.count);
   plan.share = plan.first = two_shot ? divide_up(n, peers.ranks) : n;
-  plan.prefix = two_shot && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered && !peers.scatter;
-  if (plan.prefix && peers.ranks == 2) {
-    plan.first = n / (2 * p.count) / (kThreads * kUnit) * (kThreads * kUnit);
+  const bool whole = two_shot && !peers.scatter;  // shares need not be alike
+  plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
+  if (plan.prefix && whole && peers.ranks == 2) {
+    plan.first = n / (2 * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
     plan.share = n - plan.first;
   }
+  plan.slots = peers.gathered ? p.count : plan.prefix ? 1 + plan.each * (peers.ranks - 1) : plan.each * peers.ranks;
   bool by_four = (plan.first < plan.share || n % peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
                  n % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
   for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
@@ -407,21 +501,88 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
   plan.turns = 1;
   for (const int64_t wanted = divide_up(blocks_wanted, blocks); plan.turns < kMostTurns && plan.turns < wanted;) {
-    if ((plan.turns + 1) * int64_t(plan.total + peers.ranks) * kSlot > plan.area) break;
+    if ((plan.turns + 1) * int64_t(plan.slots + peers.ranks) * kSlot > plan.area) break;
     ++plan.turns;
   }
   plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));
   plan.tag = tag_of(p, plan, blocks);
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
+  where.overlaps_previous = true;
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
 }
 
+// ---- A rank's own parts, some of which another one brings -------------------------------------------------------------
+
+// Whether the flag is up. It stays up: the host puts it down when all that wait for it have ended.
+__device__ __forceinline__ bool flag_is_up(const Peers &peers) {
+  uint64_t got = 0;
+  Outcome outcome = wait_for(peers, [&] { return (got = get_signal(peers.flag)) != 0; });
+  if (outcome == kMet && see_word(&board_of(peers, peers.rank).failed)) outcome = kLeft;
+  if (outcome == kMet && got != peers.word) outcome = kDisagrees;
+  if (outcome == kMet) return true;
+  report(peers, outcome, peers.from);
+  put_signal(&board_of(peers, peers.from).failed, uint64_t(2 + peers.rank));
+  return false;
+}
+
+template <bool by_four> __global__ void __launch_bounds__(kThreads)
+    fold_awaited_kernel(const __grid_constant__ Fold p) {
+  __shared__ int up;
+  wait_for_previous_kernel();
+  if (threadIdx.x == 0) up = !p.peers.flag || flag_is_up(p.peers);
+  __syncthreads();
+  if (p.copies && up && reinterpret_cast<const char *>(p.parts[0]) == p.out.data) return;
+  const int64_t step = int64_t(gridDim.x) * kThreads * kUnit;
+  for (int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kUnit; at < p.size; at += step) {
+    if (p.copies && up) {
+      const char *const from = reinterpret_cast<const char *>(p.parts[0]);
+      if (by_four && p.out.type == Type::f32) store_elements(p.out.data + at * 4, load_elements<4>(p.parts[0] + at));
+      else if (by_four)
+        *reinterpret_cast<uint2 *>(p.out.data + at * 2) = *reinterpret_cast<const uint2 *>(from + at * 2);
+      else
+        for (int e = 0; e < kUnit && at + e < p.size; ++e)
+          for (int b = 0; b < size_of(p.out.type); ++b)
+            p.out.data[(at + e) * size_of(p.out.type) + b] = from[(at + e) * size_of(p.out.type) + b];
+      continue;
+    }
+    const auto part = [&](int s) { return load_own(p.parts[s], at, p.size, by_four); };
+    Elements<4> start = {}, sum = {{NAN, NAN, NAN, NAN}};
+    if (p.accumulate) start = load_own(reinterpret_cast<const float *>(p.out.data), at, p.size, by_four);
+    if (up) sum = p.tree ? tree(p.count, part, start) : ordered(p.count, part, start);
+    if (p.bias.data) {
+      int64_t column = at % p.bias_period;
+      for (int e = 0; e < kUnit; ++e) {
+        if (at + e < p.size) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
+        column = column + 1 == p.bias_period ? 0 : column + 1;
+      }
+    }
+    store_own(p.out.data, p.out.type, at, p.size, by_four, packed(sum, p.out.type));
+  }
+}
+
 }  // namespace
 
+bool fold_awaited_takes(const Fold &p) { return p.peers.ranks == 0 || p.peers.flag; }
+pydet_status fold_awaited(const Fold &p) {
+  const char *name = "fold_awaited";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  bool by_four = p.size % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
+  for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
+  const int64_t blocks = divide_up(p.size, kThreads * kUnit), most = 4 * gpu_multiprocessors(p.device.id);
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < most ? blocks : most)),
+                  dim3(kThreads)};
+  where.overlaps_previous = true;
+  return launch(where, by_four ? fold_awaited_kernel<true> : fold_awaited_kernel<false>, p);
+}
+
 // One meeting less, ranks times the bytes.
-bool fold_one_shot_takes(const Fold &p) { return !p.peers.gathered && !p.peers.scatter; }
-bool fold_one_shot_prefers(const Fold &p) { return p.size * p.count * p.peers.ranks <= kOneShotElements; }
+bool fold_one_shot_takes(const Fold &p) { return !p.peers.gathered && !p.peers.scatter && !p.peers.flag; }
+bool fold_two_shot_takes(const Fold &p) { return !p.peers.flag; }
+bool fold_one_shot_prefers(const Fold &p) {
+  return p.size * p.peers.parts_of_each(p.count) * p.peers.ranks <= kOneShotElements;
+}
 pydet_status fold_one_shot(const Fold &p) { return launch_peers(p, false); }
 pydet_status fold_two_shot(const Fold &p) { return launch_peers(p, true); }
 

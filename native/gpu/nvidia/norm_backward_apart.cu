@@ -21,8 +21,6 @@ template <int T> constexpr int kThreads = T < 256 ? 256 : T;
 // Blocks a multiprocessor is to hold.
 template <class P, Type type, int T, int V, bool shifted>
 constexpr int kBlocks = T <= 256 && V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
-template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
-
 // Columns of a block: `lanes` threads with W columns each stand side by side, `workers` such rows of threads one below
 // the other. At once: rows whose elements are on their way.
 template <int lanes_, int elements, int at_once, int threads = 256> struct Slice {
@@ -266,25 +264,21 @@ template <class P, bool shifted, class F> pydet_status with_shape(int64_t n, con
   return f(RowShape<512, 4, 8, 1>{});
 }
 
-template <class Columns, Type type, bool shifted, class P> pydet_status launch_apart(const char *name, const P &p) {
-  return with_shape<P, shifted>(p.n, [&](auto shape) {
-    constexpr int T = shape.T, kOfBlock = kThreads<T>;
-    using S = std::conditional_t<kOfBlock == 512, typename Columns::template Of512<kCentred<P> ? 8 : 16>, Columns>;
-    int workers = S::W < kGroupChains ? kGroupChains : S::W;  // whole groups, and at most a column a thread in the end
-    const int64_t chains = divide_up(p.rows, kDweightChainRows);
-    while (workers < S::kWorkers && workers < chains) workers *= 2;
-    const int columns = S::kWorkers / workers * S::kColumns;
-    bool sums = p.dweight.data;
-    if constexpr (kCentred<P>) sums = sums || p.dbias.data;
-    const int64_t column_blocks = sums ? divide_up(p.n, columns) : 0;
-    const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kOfBlock / T) : 0;
-    if (column_blocks + row_blocks == 0) return pydet_status(PYDET_OK);
-    Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(column_blocks + row_blocks)),
-                    dim3(kOfBlock)};
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, norm_backward_apart_kernel<P, type, T, shape.W, shape.V, S, shifted>, p, int(column_blocks),
-                  workers);
-  });
+template <class Columns, Type type, bool shifted, class Shape, class P>
+pydet_status launch_apart(const char *name, const P &p, Shape) {
+  constexpr int T = Shape::T, kOfBlock = kThreads<T>;
+  using S = std::conditional_t<kOfBlock == 512, typename Columns::template Of512<kCentred<P> ? 8 : 16>, Columns>;
+  int workers = S::W < kGroupChains ? kGroupChains : S::W;  // whole groups, and at most a column a thread in the end
+  const int64_t chains = divide_up(p.rows, kDweightChainRows);
+  while (workers < S::kWorkers && workers < chains) workers *= 2;
+  const int columns = S::kWorkers / workers * S::kColumns;
+  const int64_t column_blocks = p.dweight.data || p.dbias.data ? divide_up(p.n, columns) : 0;
+  const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kOfBlock / T) : 0;
+  if (column_blocks + row_blocks == 0) return PYDET_OK;
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(column_blocks + row_blocks)), dim3(kOfBlock)};
+  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  return launch(where, norm_backward_apart_kernel<P, type, T, Shape::W, Shape::V, S, shifted>, p, int(column_blocks),
+                workers);
 }
 
 // Up to a block of rows all of them at once, by narrow columns; then by wide ones.
@@ -295,10 +289,19 @@ template <class P> pydet_status backward_apart(const char *name, const P &p) {
     constexpr bool wide = type == Type::f32;
     using Narrow = Slice<16, 2, 16>;
     using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
-    if (!rows_whole(p)) return launch_apart<NarrowOfFew, type, true>(name, p);
+    auto run = [&](auto columns, auto shifted) {
+      return with_shape<P, shifted>(
+          p.n, [&](auto shape) { return launch_apart<decltype(columns), type, shifted>(name, p, shape); });
+    };
+    if (!rows_whole(p)) return run(NarrowOfFew{}, std::true_type{});
     using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
-    if (p.rows <= kDweightBlockRows) return launch_apart<OfFewRows, type, false>(name, p);
-    return launch_apart<Slice<4, 8, kCentred<P> || wide ? 4 : 8>, type, false>(name, p);
+    constexpr std::false_type whole{};
+    // Wide columns, so that few blocks of them leave multiprocessors to those of rows: on an H100 77x16384 takes 7.8 us,
+    // LayerNorm's 8.9, with narrow ones 9.6 and 11.0; but 42x15960 7.0 and 5.8.
+    if (p.rows > 64 && p.rows <= kDweightBlockRows && p.n > 512 * 16)
+      return launch_apart<Slice<16, 8, 4, 512>, type, false>(name, p, RowShape<512, 4, 8, 1>{});
+    if (p.rows <= kDweightBlockRows) return run(OfFewRows{}, whole);
+    return run(Slice < 4, 8, kCentred<P> || wide ? 4 : 8 > {}, whole);
   });
 }
 
@@ -317,7 +320,7 @@ bool rmsnorm_backward_apart_prefers(const RmsNormBackward &p) {
   constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
   // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23, 934x1595
   // in 10.6 and 25, 700x5001 in 21 and 34, but 64x4095 in 8.4 and 7.3.
-  if (p.dweight.data && !rows_whole(p) && p.rows > (p.n > 8185 ? 0 : p.n < 3072 ? 16 : 128)) return false;
+  if (p.dweight.data && !rows_whole(p) && p.rows > (p.n >= 3072 && p.n <= 6144 ? 128 : 16)) return false;
   return p.rows <= kMostRows && (!p.dweight.data || p.rows * p.n * size_of(p.x.type) <= kMostBytes);
 }
 pydet_status rmsnorm_backward_apart(const RmsNormBackward &p) { return backward_apart("rmsnorm_backward_apart", p); }

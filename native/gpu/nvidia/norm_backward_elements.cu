@@ -11,17 +11,21 @@
 #include "gpu/kernels.h"
 #include "gpu/any/column_sums.h"
 #include "gpu/nvidia/elements.h"
+#include "gpu/nvidia/pieces.h"
+
+// The kernel of rows in shared memory is empty on other machines: Blackwell's would spill.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
+#define PYDET_HOPPER 1
+#endif
 
 namespace pydet {
 namespace {
-
-template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;  // over rows: dweight, dbias; along a row: c, a
 
 // ---- Strided: in one pass ------------------------------------------------------------------------------------------
 
 template <int T> constexpr int kBlockOfChains = T < 128 ? 128 : T;  // several small teams share one
 
-template <class P, int size, int T, int V, int F, bool ahead>
+template <class P, int size, int T, int V, int F>
 __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
     norm_backward_strided_kernel(const __grid_constant__ P p) {
   constexpr bool centred = kCentred<P>;
@@ -53,11 +57,10 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
       for (int v = 0; v < V; ++v) x_bits[v] = dy_bits[v] = 0;
     }
   };
-  if constexpr (ahead) fetch(0);
+  fetch(0);
 
 #pragma unroll 1
   for (int i = 0; i < kDweightChainRows; ++i) {
-    if constexpr (!ahead) fetch(i);
     StridedLanes<T, V> lanes[kSums<P>];
     float xhat[V], g[V], sums[kSums<P>];
     const float mean = next_mean, rstd = next_rstd;
@@ -72,8 +75,7 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
       lanes[0].add(v, columns.inside(v), g[v], xhat[v]);
       if constexpr (centred) lanes[1].add(v, columns.inside(v), g[v], 1.0f);
     }
-    if constexpr (ahead)
-      if (i + 1 < kDweightChainRows) fetch(i + 1);
+    if (i + 1 < kDweightChainRows) fetch(i + 1);
     if (!p.dx.data) continue;
     join_strided(lanes, exchange[i % 2] + team * kRoom, [&](float sum) { return sum / float(n); }, sums);
     if (i < count) store_dx(p, row_index(p.inner, first + i), columns, rstd, xhat, sums, g);
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
   }
 }
 
-constexpr int64_t kLongestStrided = 512 * 12;
+constexpr int64_t kLongestStrided = 512 * 10;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
@@ -102,37 +104,182 @@ template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
   if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
   if (n <= 512 * 6) return f(StridedShape<512, 6, 4>{});
   if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  if (n <= 512 * 10) return f(StridedShape<512, 10, 8>{});
-  return f(StridedShape<512, 12, 8>{});
+  return f(StridedShape<512, 10, 8>{});
 }
 
 template <class P> pydet_status backward_strided(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const RmsNormBackward sums = sums_over_rows(p);
-  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
-  if (p.rows > 0) {
-    const pydet_status launched = with_shape_of_chains(p.n, [&](auto shape) {
+  return with_sums_over_rows(name, p, 1, [&] {
+    return with_shape_of_chains(p.n, [&](auto shape) {
       constexpr int T = shape.T, V = shape.V, F = shape.F;
-      constexpr bool ahead = V <= 10;  // longer rows leave no registers for the next one
       Launch where = {name, static_cast<gpu_stream>(p.stream),
                       grid_of(divide_up(p.rows, kDweightChainRows * (kBlockOfChains<T> / T)), kBlockOfChains<T>),
                       dim3(kBlockOfChains<T>)};
       where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
       return launch(where,
-                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F, ahead>
-                                          : norm_backward_strided_kernel<P, 2, T, V, F, ahead>,
+                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F>
+                                          : norm_backward_strided_kernel<P, 2, T, V, F>,
                     p);
     });
-    if (launched != PYDET_OK) return launched;
-  }
-  return join_partials(sums, 1);
+  });
 }
 
 // Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us, beside
 // it: 81818x1163 356 and 540, 8000x1023 29.5 and 43.4, 4096x1023 21.4 and 22.4, 1100x5001 26 and 31, 4000x6001 87 and 122,
 // but 1364x2603 21.2 and 19.5, 1100x6001 42 and 36.
 bool many_elements(int64_t rows, int64_t n) { return rows * n > (n <= 5120 ? 4'000'000 : 8'000'000); }
+
+// ---- Staged: in one pass, rows in shared memory --------------------------------------------------------------------
+
+// Rows of a chain in shared memory: the one that is read, and those on their way.
+constexpr int kStages = 3;
+constexpr int kStagedThreads = 512;
+template <int size, int V> constexpr int kRowBytes = kStagedThreads * V * size + 16;
+
+template <class P, int size, int V>
+__global__ void __launch_bounds__(kStagedThreads)
+    norm_backward_staged_kernel(const __grid_constant__ P p, bool x_ascends, bool dy_ascends) {
+#if defined(PYDET_HOPPER)
+  constexpr bool centred = kCentred<P>;
+  constexpr int T = kStagedThreads, N = 4;  // elements at once
+  using Bits = ElementBits<size>;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ float exchange[2][kStridedExchange<T, kSums<P>> + 1];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int t = int(threadIdx.x), n = int(p.n);
+  const Strided<size, T, V, 0> columns = {t, n};
+  const int64_t chain_number = block_number(), first = chain_number * kDweightChainRows, left = p.rows - first;
+  const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;
+  auto slot = [&](int i) { return shared + i % kStages * 2 * kRowBytes<size, V>; };
+  auto fetch = [&](int i) {
+    if (i < count) {
+      const int64_t r = first + i;
+      const RowIndex row = row_index(p.inner, r);
+      const bool before = r > 0, after = r < p.rows - 1;
+      Share<T>(row_at(p.x, size, row), n * size).bring(slot(i), x_ascends && before, x_ascends && after);
+      Share<T>(row_at(p.dy, size, row), n * size)
+          .bring(slot(i) + kRowBytes<size, V>, dy_ascends && before, dy_ascends && after);
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) fetch(i);
+
+  float scale[V], of_weight[V] = {}, of_bias[centred ? V : 1] = {};
+  columns.load_scale(p.weight, p.weight_offset, scale);
+  float next_rstd = of_row(p.rstd, first), next_mean = 0.0f;
+  if constexpr (centred) next_mean = of_row(p.mean, first);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const float rstd = next_rstd, mean = next_mean;
+    const RowIndex row = row_index(p.inner, first + i);
+    wait_copies<kStages - 2>();
+    __syncthreads();
+    fetch(i + kStages - 1);
+    if (i + 1 < count) {
+      next_rstd = of_row(p.rstd, first + i + 1);
+      if constexpr (centred) next_mean = of_row(p.mean, first + i + 1);
+    }
+    auto behind = [&](const Rows &rows) { return int(reinterpret_cast<uintptr_t>(row_at(rows, size, row)) % 16); };
+    const Bits *const x_at = reinterpret_cast<const Bits *>(slot(i) + behind(p.x)) + t,
+                      *const dy_at = reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, V> + behind(p.dy)) + t;
+    auto load = [&](int v, float(&xhat)[N], float(&dy)[N]) {
+      Bits x_bits[N], dy_bits[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) x_bits[k] = x_at[T * (v + k)], dy_bits[k] = dy_at[T * (v + k)];
+      floats_of<size>(p.x.type, x_bits, xhat);
+      floats_of<size>(p.x.type, dy_bits, dy);
+#pragma unroll
+      for (int k = 0; k < N; ++k) xhat[k] = (centred ? xhat[k] - mean : xhat[k]) * rstd;
+    };
+    StridedLanes<T, V> lanes[kSums<P>];
+#pragma unroll
+    for (int v = 0; v < V; v += N) {
+      float xhat[N], dy[N];
+      load(v, xhat, dy);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        of_weight[v + k] = fmaf(dy[k], xhat[k], of_weight[v + k]);
+        if constexpr (centred) of_bias[v + k] = dy[k] + of_bias[v + k];
+        const float g = dy[k] * scale[v + k];
+        lanes[0].add(v + k, columns.inside(v + k), g, xhat[k]);
+        if constexpr (centred) lanes[1].add(v + k, columns.inside(v + k), g, 1.0f);
+      }
+    }
+    if (!p.dx.data) continue;
+    float sums[kSums<P>];
+    join_strided(lanes, exchange[i % 2], [&](float sum) { return sum / float(n); }, sums);
+    Bits *const dx_at = reinterpret_cast<Bits *>(row_at(p.dx, size, row)) + t;
+    const Bits *const dresidual_at = reinterpret_cast<const Bits *>(row_at(p.dresidual, size, row)) + t;
+#pragma unroll
+    for (int v = 0; v < V; v += N) {
+      float xhat[N], d[N];
+      Bits bits[N] = {};
+      load(v, xhat, d);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        d[k] = fmaf(-xhat[k], sums[0], d[k] * scale[v + k]);
+        if constexpr (centred) d[k] -= sums[1];
+      }
+      if (p.dresidual.data) {
+        float dresidual[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k)
+          if (columns.inside(v + k)) bits[k] = dresidual_at[T * (v + k)];
+        floats_of<size>(p.x.type, bits, dresidual);
+#pragma unroll
+        for (int k = 0; k < N; ++k) d[k] = fmaf(rstd, d[k], dresidual[k]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < N; ++k) d[k] *= rstd;
+      }
+      rounded<size>(p.x.type, d, bits);
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        if (columns.inside(v + k)) dx_at[T * (v + k)] = bits[k];
+    }
+  }
+
+  float *const chains = static_cast<float *>(p.workspace) + chain_number * p.n;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if (!columns.inside(i)) continue;
+    if (p.dweight.data) chains[columns.column(i)] = of_weight[i];
+    if constexpr (centred)
+      if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
+  }
+#endif
+}
+
+// Calls f with the elements a thread that hold a row of n.
+template <class F> pydet_status with_elements(int64_t n, const F &f) {
+  if (n <= 512 * 12) return f(std::integral_constant<int, 12>{});
+  if (n <= 512 * 16) return f(std::integral_constant<int, 16>{});
+  return f(std::integral_constant<int, 24>{});
+}
+
+template <class P> pydet_status backward_staged(const char *name, const P &p) {
+  return with_sums_over_rows(name, p, 1, [&] {
+    return with_elements(p.n, [&](auto V) {
+      auto run = [&](auto size, auto kernel) {
+        Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kDweightChainRows))),
+                        dim3(kStagedThreads), kStages * 2 * kRowBytes<size, V>};
+        where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+        return launch(where, kernel, p, rows_ascend(p.x, p.inner, p.rows, p.n),
+                      rows_ascend(p.dy, p.inner, p.rows, p.n));
+      };
+      if constexpr (V <= 16)
+        if (p.x.type == Type::f32) return run(std::integral_constant<int, 4>{}, norm_backward_staged_kernel<P, 4, V>);
+      return run(std::integral_constant<int, 2>{}, norm_backward_staged_kernel<P, 2, V>);
+    });
+  });
+}
+template <class P> bool staged_takes(const P &p) {
+  const bool wide = p.x.type == Type::f32;
+  const int64_t longest = kStagedThreads * (wide ? 16 : 24), bytes = kStages * 2 * (size_of(p.x.type) * longest + 16);
+  return compute_capability(p.device.id) == 90 && p.n > kLongestStrided && p.n <= longest &&
+         bytes + (4 << 10) <= gpu_shared_bytes(p.device.id);
+}
 
 // ---- Unaligned: dx and the sums apart ------------------------------------------------------------------------------
 
@@ -226,32 +373,11 @@ __global__ void __launch_bounds__(kBlock<T>)
   if (r <= last) store_dx(p, where, columns, rstd, xhat, sums, g);
 }
 
-// Calls f with a team that holds a row of n.
-template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
-  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
-  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
-  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
-  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
-  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
-  if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
-  if (n <= 1024 * 12) return f(StridedShape<1024, 12, 8>{});
-  return f(StridedShape<1024, 16, 12>{});
-}
-
 template <class P> pydet_status backward_unaligned(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const RmsNormBackward sums = sums_over_rows(p);
-  const bool wanted = sums.dweight.data || sums.dbias.data;
-  pydet_status status = ready_to_join(sums);
-  if (status != PYDET_OK) return status;
-  const int64_t jobs = wanted ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
-  if (p.rows > 0 && (wanted || p.dx.data)) {
-    status = with_shape(p.n, [&](auto shape) {
+  return with_sums_over_rows(name, p, 1, [&] {
+    const int64_t jobs = p.dweight.data || p.dbias.data ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
+    if (!jobs && !p.dx.data) return pydet_status(PYDET_OK);
+    auto run = [&](auto shape) {
       constexpr int T = shape.T, kThreads = kBlock<T>;
       const int64_t column_blocks = divide_up(jobs, kThreads),
                     row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
@@ -262,10 +388,9 @@ template <class P> pydet_status backward_unaligned(const char *name, const P &p)
                     p.x.type == Type::f32 ? norm_backward_unaligned_kernel<P, 4, T, shape.V, shape.F>
                                           : norm_backward_unaligned_kernel<P, 2, T, shape.V, shape.F>,
                     p, column_blocks);
-    });
-    if (status != PYDET_OK) return status;
-  }
-  return join_partials(sums, 1);
+    };
+    return p.n > kLongestOfShapes ? run(StridedShape<1024, 16, 12>{}) : with_strided_shape(p.n, run);
+  });
 }
 
 template <class P> bool unaligned_takes(const P &p) {
@@ -288,6 +413,17 @@ pydet_status layernorm_backward_strided(const LayerNormBackward &p) {
   return backward_strided("layernorm_backward_strided", p);
 }
 
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &p) { return staged_takes(p); }
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &p) { return many_elements(p.rows, p.n); }
+pydet_status rmsnorm_backward_staged(const RmsNormBackward &p) { return backward_staged("rmsnorm_backward_staged", p); }
+bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return staged_takes(p); }
+bool layernorm_backward_staged_prefers(const LayerNormBackward &p) {
+  return (!rows_whole(p) || p.n > 8192) && many_elements(p.rows, p.n);
+}
+pydet_status layernorm_backward_staged(const LayerNormBackward &p) {
+  return backward_staged("layernorm_backward_staged", p);
+}
+
 bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &p) { return unaligned_takes(p); }
 pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
   return backward_unaligned("rmsnorm_backward_unaligned", p);
@@ -300,9 +436,9 @@ bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return una
 // 9.7 and, apart, 7.9, 256x2041 9.8 and 8.4, 120x5001 9.5 and 9.1, 1100x5001 36 and, strided, 30, 4000x6001 142 and 95.
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
   if (rows_whole(p)) return p.rows > 1024 && p.rows * p.n <= (p.n <= 1024 ? 1'200'000 : 1'500'000);
-  const int64_t few = p.n <= 1800 || p.n > 8185 ? 0 : p.n <= 4500 ? 256 : 128;
+  const int64_t few = p.n <= 1800 || p.n > 8185 ? 16 : p.n <= 4500 ? 256 : 128;
   const int64_t most = p.n <= 5120 ? 4'000'000 : 8'000'000;
-  return p.rows > few && (p.n > kLongestStrided || p.rows * p.n <= most);
+  return p.rows > few && (p.rows * p.n <= most || (p.n > kLongestStrided && !staged_takes(p)));
 }
 pydet_status layernorm_backward_unaligned(const LayerNormBackward &p) {
   return backward_unaligned("layernorm_backward_unaligned", p);

@@ -215,50 +215,27 @@ template <class P, Type type, class Shape, bool grouped> pydet_status launch_row
 }
 
 // Calls f with a team that holds a row of n.
-template <Type type, class F> pydet_status with_shape(const LayerNormBackward &p, const F &f) {
-  const int64_t n = p.n;
+template <class F> pydet_status with_shape(int64_t n, const F &f) {
+  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 2>{});
   if (n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
   if (n <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
   if (n <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
-  if (n <= 128 * 8) return f(RowShape<128, 8, 1, 2>{});
-  if (n <= 256 * 8) return f(RowShape<256, 8, 1, 2>{});
-  if constexpr (type == Type::f32) {
-    return f(RowShape<512, 4, 2, 1>{});
-  } else {
-    if (n <= 256 * 16) return f(RowShape<256, 8, 2, 1>{});
-    return f(RowShape<512, 4, 4, 1>{});
-  }
-}
-template <Type, class F> pydet_status with_shape(const RmsNormBackward &p, const F &f) {
-  if (p.n <= 8 * 8) return f(RowShape<8, 8, 1, 2>{});
-  if (p.n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
-  if (p.n <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
   return f(RowShape<128, 8, 1, 2>{});
 }
 
-// The sums over rows are joined of `chains` chains each, 1 or kGroupChains.
-template <class P, class F> pydet_status backward_rows(const char *name, const P &p, int chains, const F &launch_all) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const RmsNormBackward sums = sums_over_rows(p);
-  if (const pydet_status ready = ready_to_join(sums); ready != PYDET_OK) return ready;
-  if (p.rows > 0)
-    if (const pydet_status launched = launch_all(); launched != PYDET_OK) return launched;
-  return join_partials(sums, chains);
-}
 template <class P> pydet_status by_chains(const char *name, const P &p) {
-  return backward_rows(name, p, 1, [&] {
+  return with_sums_over_rows(name, p, 1, [&] {
     return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return with_shape<type>(p, [&](auto shape) { return launch_rows<P, type, decltype(shape), false>(name, p); });
+      return with_shape(p.n, [&](auto shape) { return launch_rows<P, type, decltype(shape), false>(name, p); });
     });
   });
 }
 
 // Many short rows, by groups.
-constexpr int64_t kLongestOfHeads = 1024, kLongestNarrow = 128;
+constexpr int64_t kLongest = 1024, kLongestNarrow = 128;
 template <class P> bool narrow(const P &p) { return p.n <= kLongestNarrow && p.rows >= 16384; }
 template <class P> pydet_status by_groups(const char *name, const P &p) {
-  return backward_rows(name, p, kGroupChains, [&] {
+  return with_sums_over_rows(name, p, kGroupChains, [&] {
     return with_type<kHalfTypes>(p.x.type, [&](auto type) {
       if (p.n <= 64) return launch_rows<P, type, RowShape<8, 8, 1, 2>, true>(name, p);
       return launch_rows<P, type, RowShape<16, 8, 1, 2>, true>(name, p);
@@ -269,7 +246,7 @@ template <class P> pydet_status by_groups(const char *name, const P &p) {
 }  // namespace
 
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &p) {
-  return p.n <= kLongestOfHeads && rows_whole(p) && vector_aligned(p.weight);
+  return p.n <= kLongest && rows_whole(p) && vector_aligned(p.weight);
 }
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &p) { return by_chains("rmsnorm_backward_heads", p); }
 
@@ -281,8 +258,7 @@ bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &p) { return narrow(p
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &p) { return by_groups("rmsnorm_backward_narrow", p); }
 
 bool layernorm_backward_rows_takes(const LayerNormBackward &p) {
-  const int64_t longest = p.x.type == Type::f32 ? 4096 : 8192;  // of fp32 no longer row has registers
-  return p.n <= longest && rows_whole(p) && vector_aligned(p.weight);
+  return p.n <= kLongest && rows_whole(p) && vector_aligned(p.weight);
 }
 pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
   constexpr const char *kName = "layernorm_backward_rows";

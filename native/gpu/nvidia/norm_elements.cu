@@ -76,25 +76,10 @@ __global__ void __launch_bounds__(kBlock<T>) norm_unaligned_kernel(const __grid_
   columns.store(row_at(p.y, size, where), bits);
 }
 
-// Calls f with a team that holds a row of n.
-template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
-  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
-  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
-  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
-  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
-  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
-  if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
-  return f(StridedShape<1024, 12, 8>{});
-}
-
 template <class P> pydet_status norm_unaligned(const char *name, const P &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_shape(p.n, [&](auto shape) {
+  return with_strided_shape(p.n, [&](auto shape) {
     constexpr int T = shape.T, kThreads = kBlock<T>;
     Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kThreads / T), kThreads),
                     dim3(kThreads)};
@@ -349,7 +334,7 @@ bool staged_prefers(int64_t rows, int64_t n) { return rows > (n <= 8192 ? 1000 :
 
 template <class P> bool unaligned_takes(const P &p) {
   constexpr int64_t kMostElements = int64_t(1) << 40;  // of all rows: their blocks are one grid
-  return p.n <= 1024 * 12 && p.rows <= most_blocks(256) / 2 && p.rows * p.n <= kMostElements;
+  return p.n <= kLongestOfShapes && p.rows <= most_blocks(256) / 2 && p.rows * p.n <= kMostElements;
 }
 
 }  // namespace

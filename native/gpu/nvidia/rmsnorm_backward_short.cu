@@ -3,11 +3,8 @@
 //
 // A block takes a chain of 16 rows, all of them at once in shared memory. First its threads are columns: each goes down
 // two of them, which is the chain of dweight. Then its four teams are rows, four each, joined together: dx. So no row
-// waits for another, where a ring of rows would take four turns of 0.7 us (4096 x 256: 8.5 us, here 6.4). Four blocks
-// may be a cluster and leave the sum of their group instead of their chains: the columns of a quarter of the threads
-// are sent to one of them each, while the rows are made.
+// waits for another, where a ring of rows would take four turns of 0.7 us (4096 x 256: 8.5 us, here 6.4).
 
-#include "gpu/cluster.h"
 #include "gpu/kernels.h"
 #include "gpu/any/column_sums.h"
 #include "gpu/any/rows.h"
@@ -22,9 +19,9 @@ template <Type type, int team, bool residual> struct Chain {
   static constexpr int kVectorBytes = W * size_of(type), kRowBytes = T * kVectorBytes;
   static constexpr int kTensorBytes = kDweightChainRows * kRowBytes, kTensors = residual ? 3 : 2;
   static_assert(kThreads * 2 == T * W, "two columns a thread");
-  // Shared memory: the tensors; what a cluster sends, two columns a thread; rstd; the exchange of the teams' joins.
-  static constexpr int kSumsAt = kTensors * kTensorBytes, kRstdAt = kSumsAt + kThreads * int(sizeof(float2));
-  static constexpr int kArrivedAt = kRstdAt + kDweightChainRows * int(sizeof(float)), kExchangeAt = kArrivedAt + 16;
+  // Shared memory: the tensors; rstd; the exchange of the teams' joins.
+  static constexpr int kRstdAt = kTensors * kTensorBytes;
+  static constexpr int kExchangeAt = kRstdAt + kDweightChainRows * int(sizeof(float));
   static constexpr int kSharedBytes = kExchangeAt + kTeams * kExchange<T, R> * int(sizeof(float));
 };
 
@@ -43,17 +40,12 @@ template <Type type, int team_threads, bool residual>
 __global__ void __launch_bounds__(Chain<type, team_threads, residual>::kThreads)
     rmsnorm_backward_short_kernel(const __grid_constant__ RmsNormBackward p) {
   using C = Chain<type, team_threads, residual>;
-  constexpr int T = C::T, W = C::W, R = C::R, kBytes = size_of(type), kQuarter = C::kThreads / kClusterBlocks;
+  constexpr int T = C::T, W = C::W, R = C::R, kBytes = size_of(type);
   extern __shared__ __align__(16) char shared[];
   float *rstds = reinterpret_cast<float *>(shared + C::kRstdAt);
-  float2 *sums = reinterpret_cast<float2 *>(shared + C::kSumsAt);
-  uint64_t *arrived = reinterpret_cast<uint64_t *>(shared + C::kArrivedAt);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const bool clustered = in_cluster();
-  if (clustered) expect_from_cluster(arrived, C::kThreads * int(sizeof(float2)));
   const int thread = int(threadIdx.x), t = thread % T, row0 = thread / T * R, n = int(p.n);
-  const int rank = int(blockIdx.x) % kClusterBlocks;
   const int64_t first = int64_t(blockIdx.x) * kDweightChainRows;
   const int64_t left = p.rows - first;
   const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;  // not positive: no rows
@@ -89,8 +81,6 @@ __global__ void __launch_bounds__(Chain<type, team_threads, residual>::kThreads)
   __syncthreads();
 
   // ---- Columns 2 thread and 2 thread + 1 ----
-  const int64_t partial = clustered ? blockIdx.x / kClusterBlocks : blockIdx.x;
-  float *partials = static_cast<float *>(p.workspace) + partial * p.n;
   if (p.dweight.data) {
     const char *pair = shared + thread * 2 * kBytes;
     float2 chain = {};
@@ -101,12 +91,7 @@ __global__ void __launch_bounds__(Chain<type, team_threads, residual>::kThreads)
       chain.x = fmaf(dy.x, x.x * rstds[r], chain.x);
       chain.y = fmaf(dy.y, x.y * rstds[r], chain.y);
     }
-    if (clustered) {
-      meet_cluster();
-      send(sums + rank * kQuarter + thread % kQuarter, chain, arrived, thread / kQuarter);
-    } else if (2 * thread < n) {
-      store_kept(partials + 2 * thread, chain);
-    }
+    if (2 * thread < n) store_kept(static_cast<float *>(p.workspace) + blockIdx.x * p.n + 2 * thread, chain);
   }
 
   // ---- Rows row0 to row0 + 3 ----
@@ -156,18 +141,6 @@ __global__ void __launch_bounds__(Chain<type, team_threads, residual>::kThreads)
         store_packed<type>(row_at(p.dx, kBytes, p.inner, first + row_again + k) + t * C::kVectorBytes, dx);
     }
   }
-
-  if (p.dweight.data && clustered && thread < kQuarter) {
-    const int column = 2 * (rank * kQuarter + thread);
-    float2 sum = {};
-    wait_for_cluster(arrived);
-#pragma unroll
-    for (int k = 0; k < kClusterBlocks; ++k) {
-      float2 part = sums[k * kQuarter + thread];
-      sum = make_float2(sum.x + part.x, sum.y + part.y);
-    }
-    if (column < n) store_kept(partials + column, sum);
-  }
 }
 
 // Calls f with the threads of a team.
@@ -193,41 +166,32 @@ Short short_of(const RmsNormBackward &p) {
   });
 }
 
-pydet_status backward_short(const RmsNormBackward &p, bool clustered) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("rmsnorm_backward_short", guard.error());
-  pydet_status status = ready_to_join(p);
-  if (status != PYDET_OK) return status;
-  clustered = clustered && p.dweight.data;
-  if (p.rows > 0) {
-    // Of 16384 x 256, 1024 blocks, 8 on a multiprocessor are all of them at once, and take 18 us; 7 take 14.
-    const int most_blocks = clustered ? 8 : 7, shared_of_block = kMostSharedBytes / most_blocks / 1024 * 1024 - 1024;
-    Short one = short_of(p);
-    int shared_bytes = one.shared_bytes < shared_of_block ? shared_of_block : one.shared_bytes;
-    int64_t blocks =
-        clustered ? divide_up(p.rows, kDweightGroupRows) * kClusterBlocks : divide_up(p.rows, kDweightChainRows);
-    Launch where = {"rmsnorm_backward_short", static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)),
-                    dim3(unsigned(one.threads)), shared_bytes};
-    where.cluster = clustered ? kClusterBlocks : 1;
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    status = launch(where, one.kernel, p);
-    if (status != PYDET_OK) return status;
-  }
-  return join_partials(p, clustered ? kGroupChains : 1);
-}
-
 }  // namespace
 
 bool rmsnorm_backward_short_takes(const RmsNormBackward &p) {
-  return p.n % kVector == 0 && p.n <= kLongestShortRow && rows_aligned(p.x) && rows_aligned(p.dy) &&
-         rows_aligned(p.dx) && rows_aligned(p.dresidual) && vector_aligned(p.weight) &&
+  return p.n <= kLongestShortRow && rows_whole(p) && vector_aligned(p.weight) &&
          short_of(p).shared_bytes <= gpu_shared_bytes(p.device.id);
 }
 
-// Of many rows the chains are a burden as partials: 65536 x 512 takes 79 us with them, 74 with groups.
-bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &p) { return p.rows < 32768 || !p.dweight.data; }
+// Of many rows the chains are a burden as partials, and of 257 to 384 columns many threads have none. Measured on an H100,
+// us, here and by groups: 65536x512 79 and 74, 55717x272 52.2 and 46.1, 30077x176 21.4 and 18.8; but 7110x208 8.5 and 9.9,
+// 27134x424 35.2 and 39.5.
+bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &p) {
+  const int64_t most = p.n <= 256 ? 16384 : p.n <= 384 ? 8000 : 32768;
+  return p.rows < most || !p.dweight.data;
+}
 
-pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &p) { return backward_short(p, false); }
-pydet_status rmsnorm_backward_short_cluster(const RmsNormBackward &p) { return backward_short(p, true); }
+pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &p) {
+  return with_sums_over_rows("rmsnorm_backward_short", p, 1, [&] {
+    // Of 16384 x 256, 1024 blocks, 8 on a multiprocessor are all of them at once, and take 18 us; 7 take 14.
+    constexpr int kMostBlocks = 7, kSharedOfBlock = kMostSharedBytes / kMostBlocks / 1024 * 1024 - 1024;
+    const Short one = short_of(p);
+    Launch where = {"rmsnorm_backward_short", static_cast<gpu_stream>(p.stream),
+                    dim3(unsigned(divide_up(p.rows, kDweightChainRows))), dim3(unsigned(one.threads)),
+                    one.shared_bytes < kSharedOfBlock ? kSharedOfBlock : one.shared_bytes};
+    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+    return launch(where, one.kernel, p);
+  });
+}
 
 }  // namespace pydet

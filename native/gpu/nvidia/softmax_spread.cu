@@ -16,6 +16,28 @@
 namespace pydet {
 namespace {
 
+// What becomes of some pieces of a row, from the v-th on: `one` has exps, or x for logarithms.
+template <Type type, int W, bool whole, int N>
+__device__ __forceinline__ void store_results(const Finish &finish, bool log, char *row, int first, int n, int v,
+                                              float (&one)[N]) {
+  Adjacent<type, N> y;
+  if (log) {
+    finish.logarithms(one);
+    round_words<type>(one, y.word);
+  } else if (finish.p.kind == SoftmaxKind::log_prob_backward) {
+    finish.quotients(one, one);
+#pragma unroll
+    for (int i = 0; i < N; ++i) one[i] = finish.gradient_of(first + kRowLanes * (v + i / W) + i % W, one[i]);
+    round_words<type>(one, y.word);
+  } else if constexpr (size_of(type) == 2) {
+    finish.rounded_quotients<type>(one, y.word);
+  } else {
+    finish.quotients(one, one);
+    round_words<type>(one, y.word);
+  }
+  store_pieces<type, W, whole>(row, first, n, v, y);
+}
+
 constexpr int more_of(int a, int b) { return a > b ? a : b; }
 
 // Threads that a multiprocessor is to hold, by the registers in which each of them keeps elements.
@@ -40,7 +62,8 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   constexpr uint32_t kLowestWord = type == Type::f32 ? 0xFF800000u : type == Type::bf16 ? 0xFF80FF80u : 0xFC00FC00u;
   __shared__ float of_warps[T / kLogicalWarp];
   __shared__ Received<C> received;
-  __shared__ Adjacent<Type::f32, W> staged[log || S == 0 ? 1 : S][T];
+  extern __shared__ __align__(16) char shared[];
+  Adjacent<Type::f32, W> *const staged = reinterpret_cast<Adjacent<Type::f32, W> *>(shared) + threadIdx.x;
   if constexpr (C > 1) expect_from_cluster(&received.most_arrived, int(sizeof received.most));
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -51,7 +74,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   const int first = W * (T * rank + t);  // the thread's column
   Adjacent<type, W> x[V], top;
   load_pieces<type, W, V, whole>(x_row, first, n, kLowestWord, x);
-  Finish finish(p, r);
+  Finish finish(p, r, log);
   if constexpr (C > 1) {
     meet_cluster();
     expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
@@ -94,11 +117,12 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
           exps_bits.word[e] = bits_of(exps[i][e]);
           if (v >= S) kept[v >= S ? v + i - S : 0][e] = exps[i][e];
         }
-        if (v < S) staged[v < S ? v + i : 0][t] = exps_bits;
+        if (v < S) staged[(v + i) * T] = exps_bits;
       }
     }
   }
   const float sum = row_sum<C, W>(lane, received, rank);
+  if constexpr (!log) finish.ask();  // not before: there are no registers
   finish.known(max, sum);
   if (p.kind == SoftmaxKind::log_prob) {
     if (rank == 0 && t == 0) finish.store_log_prob(x_row);
@@ -110,14 +134,13 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   for (int v = 0; v < V; v += kAtOnce) {
     if (v > 0 && kRowLanes * v >= n) continue;
     float one[N];
-    Adjacent<type, N> y;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       float of_vector[W];
       if constexpr (log) {
         to_floats(x[v + i], of_vector);
       } else if (v < S) {
-        to_floats(staged[v < S ? v + i : 0][t], of_vector);
+        to_floats(staged[(v + i) * T], of_vector);
       } else {
 #pragma unroll
         for (int e = 0; e < W; ++e) of_vector[e] = kept[v >= S ? v + i - S : 0][e];
@@ -125,14 +148,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
 #pragma unroll
       for (int e = 0; e < W; ++e) one[i * W + e] = of_vector[e];
     }
-    if constexpr (!log && kSize == 2) {
-      finish.rounded_quotients<type>(one, y.word);
-    } else {
-      if constexpr (log) finish.logarithms(one);
-      else finish.quotients(one, one);
-      round_words<type>(one, y.word);
-    }
-    store_pieces<type, W, whole>(y_row, first, n, v, y);
+    store_results<type, W, whole>(finish, log, y_row, first, n, v, one);
   }
 #endif
 }
@@ -232,8 +248,9 @@ template <class F> pydet_status with_gradient_cluster(int64_t n, const F &f) {
 }
 
 template <class Shape, class Problem>
-pydet_status launch_spread(const char *name, const Problem &p, Shape, void (*kernel)(Problem)) {
+pydet_status launch_spread(const char *name, const Problem &p, Shape, int shared_bytes, void (*kernel)(Problem)) {
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows * Shape::C)), dim3(Shape::T)};
+  where.shared_bytes = shared_bytes;
   where.cluster = Shape::C;
   where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
   return launch(where, kernel, p);
@@ -245,11 +262,17 @@ bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <
 
 // Measured on an H100, us, softmax here and by the fastest of the others: 1024x128256 233 and 384, 2048x50304 165 and
 // 235, 4096x32000 182 and 275, 12932x8792 193 and 249, 4096x8192 50 and 73, 64x32000 8.1 and 13.0, 1x151936 8.6 and
-// 10.7, 16384x3072 92 and 95, but 16384x2048 67 and 59. Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42,
-// 1000x6657 30 and 20; their log_softmax 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25.
+// 10.7, 16384x3072 92 and 95, 28x944 1.8 and 2.3, 207x1344 2.3 and 2.6, but 16384x2048 67 and 59, 442x368 3.3 and 2.3.
+// Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42, 7x5243 2.6 and 3.3, 1000x6657 30 and 20; their log_softmax
+// 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25. log_prob's gradient asks for its column late:
+// 520x28168 36 and 48, 971x61940 168 and 267, 1538x5496 24 and 29, but 143x2928 5.1 and 3.9, 7x50592 7.4 and 6.5.
 bool softmax_spread_prefers(const Softmax &p) {
-  if (rows_whole(p)) return p.n > kRowLanes;
-  return p.n > 4 * kRowLanes && (p.kind == SoftmaxKind::softmax || p.rows < 1000 || p.n > 45 * kRowLanes);
+  const bool whole = rows_whole(p), log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
+  if (p.kind == SoftmaxKind::log_prob_backward) return p.rows > 24 && p.n > (whole ? 2 : 4) * kRowLanes;
+  const bool few = p.kind != SoftmaxKind::log_prob && p.rows <= (p.n > kRowLanes / 2 ? 260 : 100);
+  if (whole) return p.n > kRowLanes || few;
+  if (p.rows <= 32 && p.n > 2 * kRowLanes) return true;
+  return p.n > 4 * kRowLanes && (!log || p.rows < 1000 || p.n > 45 * kRowLanes);
 }
 
 pydet_status softmax_spread(const Softmax &p) {
@@ -259,10 +282,10 @@ pydet_status softmax_spread(const Softmax &p) {
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
     auto run = [&](auto shape, auto in_pieces) {
       constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
-      return launch_spread(name, p, shape,
-                           p.kind == SoftmaxKind::softmax
-                               ? softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>
-                               : softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>);
+      const bool log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
+      return log ? launch_spread(name, p, shape, 0, softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>)
+                 : launch_spread(name, p, shape, S * shape.T * W * 4,
+                                 softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>);
     };
     if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
     return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
@@ -289,7 +312,7 @@ pydet_status softmax_backward_spread(const SoftmaxBackward &p) {
       if constexpr (type == Type::f32 && V > 16) {
         return PYDET_UNSUPPORTED;
       } else {
-        return launch_spread(name, p, shape,
+        return launch_spread(name, p, shape, 0,
                              p.log ? softmax_backward_spread_kernel<type, C, W, V, A, true>
                                    : softmax_backward_spread_kernel<type, C, W, V, A, false>);
       }

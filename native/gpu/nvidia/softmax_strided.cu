@@ -171,7 +171,7 @@ bool softmax_strided_takes(const Softmax &p) { return p.n <= kLongest && p.rows 
 // 1000x12001 43 and 44. Of whole ones 300x4096 5.3 and 5.9 in registers, 300x12000 15.6 and 19.3 (18.7 in shared memory),
 // 64x16384 6.5 and 7.8, but 200x10000 10.4 (9.9), 512x10000 20.8 (18.5), 16384x2048 65 and 59.
 bool softmax_strided_prefers(const Softmax &p) {
-  if (!rows_whole(p)) return p.n > kLongestSingly && (p.rows > 24 || p.n <= 8192);
+  if (!rows_whole(p)) return p.n > kLongestSingly && p.n <= 8192;
   if (p.n > 8192) return p.rows > 24 && p.rows <= (p.n > 10240 ? 300 : 132);
   return p.n > 2048 && p.rows <= (p.n > 4096 ? 512 : 300);
 }

@@ -23,6 +23,10 @@ pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t 
   if (count < 1 || count > PYDET_FOLD_PARTS)
     return fail(PYDET_INVALID_VALUE, "%s: count is %d, want 1 to %d parts", op, int(count), PYDET_FOLD_PARTS);
   PYDET_TRY(peers_of(op, options.peers, count, &fold.peers));
+  const bool continues = fold.peers.first_sums || fold.peers.flag;
+  if (continues && (fold.tree || fold.accumulate))
+    return fail(PYDET_INVALID_VALUE, "%s: peers.%s is given, want ordered sums, without accumulate", op,
+                fold.peers.flag ? "flag" : "first_sums");
   PYDET_TRY(fold_of(parts, count, bias, out, &fold));
   return fold.size ? launch(op, fold, options.kernel) : nothing_to_write();
 }

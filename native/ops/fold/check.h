@@ -21,10 +21,29 @@ inline pydet_status peers_of(const char *op, const pydet_fold_peers *given, int3
   for (const auto &[name, value] : {Flag{"gathered", given->gathered}, Flag{"scatter", given->scatter}})
     if (value != 0 && value != 1)
       return fail(PYDET_INVALID_VALUE, "%s: peers.%s is %d, want 0 or 1", op, name, int(value));
-  const int32_t total = given->gathered ? count : count * given->ranks;
+  peers->first_sums = given->first_sums;
+  const int32_t want = given->rank == 0 ? 1 : given->first_sums;
+  if (given->first_sums < 0 || given->first_sums > PYDET_FOLD_PARTS)
+    return fail(PYDET_INVALID_VALUE, "%s: peers.first_sums is %d, want 0 to %d", op, int(given->first_sums),
+                PYDET_FOLD_PARTS);
+  if (given->first_sums && (given->gathered || count != want))
+    return fail(PYDET_INVALID_VALUE, "%s: peers.first_sums is %d with %d parts of rank %d, gathered %d, want %d, not",
+                op, int(given->first_sums), int(count), int(given->rank), int(given->gathered), int(want));
+  if (given->from < 0 || given->from >= given->ranks)
+    return fail(PYDET_INVALID_VALUE, "%s: peers.from is %d, want 0 to %d", op, int(given->from), int(given->ranks) - 1);
+  if (reinterpret_cast<uintptr_t>(given->flag) % sizeof(uint64_t))
+    return fail(PYDET_MISALIGNED, "%s: peers.flag is at %p, want a multiple of 8 bytes", op,
+                static_cast<const void *>(given->flag));
+  if (given->flag && (given->word == 0 || given->gathered || given->scatter || given->first_sums))
+    return fail(PYDET_INVALID_VALUE,
+                "%s: peers.flag is given with word %d, gathered %d, scatter %d, first_sums %d, "
+                "want a word, and none of them",
+                op, int(given->word != 0), int(given->gathered), int(given->scatter), int(given->first_sums));
+  peers->from = given->from, peers->flag = given->flag;
+  const int32_t total = given->gathered ? count : given->flag ? 1 : peers->parts_of_each(count) * given->ranks;
   if (total > PYDET_FOLD_PARTS)
     return fail(PYDET_INVALID_VALUE, "%s: count is %d on each of %d ranks, want at most %d parts of all", op,
-                int(count), int(given->ranks), PYDET_FOLD_PARTS);
+                int(peers->parts_of_each(count)), int(given->ranks), PYDET_FOLD_PARTS);
   if (!given->memory) return fail(PYDET_NULL_POINTER, "%s: peers.memory is NULL, want an array of addresses", op);
   for (int32_t r = 0; r < given->ranks; ++r) {
     if (!given->memory[r]) return fail(PYDET_NULL_POINTER, "%s: peers.memory[%d] is NULL", op, int(r));
@@ -80,11 +99,16 @@ inline pydet_status fold_of(const pydet_tensor *const *parts, int32_t count, con
     char name[24];
     snprintf(name, sizeof name, "parts[%d]", int(i));
     View part;
-    PYDET_TRY(read(out.op, name, kPart, parts[i], 0, &part));
+    const bool may_be_made = peers.flag && count == 1 && !bias.present();
+    PYDET_TRY(read(out.op, name, may_be_made ? kResult : kPart, parts[i], 0, &part));
+    fold->copies = may_be_made && part.type == out.type;
+    if (part.type != Type::f32 && !fold->copies)
+      return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 or out's %s", out.op, name, type_name(part.type),
+                  type_name(out.type));
     PYDET_TRY(same_device(out, part));
     PYDET_TRY(want_shape(part, shape, out.ndim));
     PYDET_TRY(contiguous(part));
-    PYDET_TRY(disjoint(out, part));
+    if (!fold->copies || part.data != out.data) PYDET_TRY(disjoint(out, part));
     fold->parts[i] = reinterpret_cast<const float *>(part.data);
   }
   fold->device = out.device;

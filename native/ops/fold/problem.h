@@ -14,6 +14,11 @@ struct Peers {
   uint64_t memory_size;
   uint64_t word;
   uint64_t *fault;
+  int32_t first_sums;    // 0, or the parts of each rank, of which rank 0 gives the sum
+  int32_t from;          // the rank that raises `flag`
+  const uint64_t *flag;  // NULL, or where `word` is once this rank's own parts are there, which alone are folded
+
+  int32_t parts_of_each(int32_t count) const { return first_sums ? first_sums : count; }
 };
 
 // out[i] = round(D + bias[i % bias_period]), D the sum of the parts' element i. All contiguous, `size` elements of out.
@@ -23,6 +28,7 @@ struct Fold {
   const float *parts[PYDET_FOLD_PARTS];
   int32_t count;
   bool tree, accumulate;
+  bool copies;  // its one part has out's type, and is out, once peers.flag is up
   int64_t size, bias_period;
   Vector bias, out;
   Peers peers;

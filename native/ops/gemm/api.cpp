@@ -43,9 +43,22 @@ __attribute__((noinline)) pydet_status end_sums(const Backend &backend, const Ge
   return backend.table<Gemm>().hooks->round_elements(steps.after(sums));
 }
 
+// The product that does it all, by a kernel that begins at the tensor; *taken says whether there is one.
+__attribute__((noinline)) pydet_status launch_in_one(const char *op, const Backend &backend, const Gemm &sums,
+                                                     const FromInitial &steps, const char *forced, bool *taken) {
+  Gemm whole = sums;
+  whole.bias = steps.bias, whole.out = steps.out, whole.from = steps.from;
+  const auto *const hooks = backend.table<Gemm>().hooks;
+  *taken = steps.ends && sums.batch.dims == 0 && hooks->begins && hooks->begins(whole, forced);
+  return *taken ? launch(op, whole, forced) : PYDET_OK;
+}
+
 // launch() of a product that computes the sums of a result that begins at a tensor of its own.
 pydet_status launch_from(const char *op, const Gemm &sums, const FromInitial &steps, const char *forced) {
   const Backend &backend = *backend_for(sums.device.type);
+  bool taken = false;
+  PYDET_TRY(launch_in_one(op, backend, sums, steps, forced, &taken));
+  if (taken) return PYDET_OK;
   Choice choice;
   const Kernel<Gemm> *row = nullptr;
   PYDET_TRY(find(op, sums, forced, &row, &choice));

@@ -21,6 +21,7 @@ struct Gemm {
   bool weights_constant;
   void *workspace;
   uint64_t workspace_size;
+  Matrix from;  // under accumulate, where there is one: what the sums begin at, in fp32, in place of out
 
   uint64_t needs() const {
     return when(batch.dims > 0, kBatch) | when(bias.data, kBias) | when(accumulate, kAccumulate) |
@@ -33,7 +34,7 @@ template <> struct Operation<Gemm> : AsAsked {
   static constexpr const char *name = "gemm";
   static Type input(const Gemm &g) { return g.a.type; }
   template <class Show> static void memory(const Gemm &g, Show show) {
-    show(g.a.data, g.b.data, g.bias.data, g.out.data);
+    show(g.a.data, g.b.data, g.bias.data, g.out.data, g.from.data);
   }
   static bool lay_well(Gemm &g) {
     for (Matrix *matrix : {&g.a, &g.b, &g.out}) give_room(matrix->data);
@@ -58,13 +59,16 @@ template <> struct Hooks<Gemm> {
   // Bytes that the kernel which is asked for by name, or else whichever may be chosen, uses for a product of one
   // matrix, whatever its device; NULL: no kernel wants any.
   uint64_t (*workspace)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
+  // Whether the kernel that is asked for by name, or else the one that would be chosen, begins at `from` by itself; NULL:
+  // none does.
+  bool (*begins)(const Gemm &, const char *kernel);
 };
 
 // out^T = b^T a^T: a product does not mind the order of its factors, so neither do the bits.
 PYDET_HD Gemm transposed(const Gemm &g) {
   Gemm t = g;
   t.a = transposed(g.b), t.b = transposed(g.a);
-  t.bias = transposed(g.bias), t.out = transposed(g.out);
+  t.bias = transposed(g.bias), t.out = transposed(g.out), t.from = transposed(g.from);
   t.m = g.n, t.n = g.m;
   for (int i = 0; i < kMaxBatchDims; ++i) t.batch.a[i] = g.batch.b[i], t.batch.b[i] = g.batch.a[i];
   return t;

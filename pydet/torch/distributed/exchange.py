@@ -14,6 +14,8 @@ method                 what it does                                             
 ``peer_one_shot``      one launch: all sums into all ranks' memory, every rank folds 4 n S        1
 ``peer_two_shot``      one launch: sums into their owner's memory, fold, results to  4 n S / W    2
                        all
+``relay``              of a product: rank after rank goes on with the running sum,   4 n          W
+                       some rows at a time, beside the products of others
 ``push``               the product's sums are made in their owner's memory, then a   4 n S / W    2
                        launch that folds and gives the results to all
 ====================== ============================================================= ============ ==================
@@ -38,7 +40,7 @@ from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, know
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any  # a ProcessGroup, or None for the default one
 Method: TypeAlias = Literal[
-    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push"
+    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push", "relay"
 ]
 PEER_METHODS = ("peer_one_shot", "peer_two_shot")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
@@ -175,17 +177,30 @@ def shared(total: int, world: int, op: str, what: str, among: str = "ranks of th
 
 
 def choose(
-    op: str, method: str, order: str, count: int, elements: int, world: int, peers: Peers | None, product: bool = False
+    op: str,
+    method: str,
+    order: str,
+    count: int,
+    elements: int,
+    world: int,
+    peers: Peers | None,
+    product: bool = False,
+    relays: bool = False,
+    prefers_relay: bool = False,
 ) -> str:
-    """The method that is meant, by the number of all segments and the elements of each; push, where a product can."""
+    """The method that is meant, by the number of all segments and the elements of each; push and relay, where a product
+    can."""
     if order not in METHODS:
         fail(INVALID_VALUE, f"{op}: order is {order!r}, want one of {', '.join(METHODS)}")
     power_of_two = world & (world - 1) == 0 and (count // world) & (count // world - 1) == 0
     can = METHODS[order] + (("halving",) if order == "tree" and power_of_two else ())
+    can += ("relay",) if relays else ()
     by_peers = PEER_METHODS + (("push",) if product else ())
     reached = peers is not None and count <= FOLD_PARTS
     size = 4 * elements * count
     if method == "auto":
+        if reached and relays and prefers_relay:
+            return "relay"
         if reached:
             return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"
         if size <= SMALL_BYTES:
@@ -296,12 +311,16 @@ def reduce_sums(
     order: Order,
     method: str,
     rows: bool = False,
+    first_sums: int = 0,
 ) -> Tensor:
-    """After :func:`together`: the fold of all ranks' sums ``[s, ...]``; under `rows` this rank's rows of it alone."""
+    """After :func:`together`: the fold of all ranks' sums ``[s, ...]``; under `rows` this rank's rows of it alone.
+
+    first_sums: by the methods of peers alone: every other rank has so many, and rank 0 the sum of its own as many.
+    """
     world = dist.get_world_size(group)
     if world == 1:
         return fold_all(sums, bias, out_dtype, order)
-    peers, count = peers_of(group, sums.device), len(sums) * world
+    peers, count = peers_of(group, sums.device), (first_sums or len(sums)) * world
     name = choose(op, method, order, count, sums[0].numel(), world, peers)
     shape = (sums.shape[1] // world, *sums.shape[2:]) if rows else tuple(sums.shape[1:])
     if name in PEER_METHODS:
@@ -309,7 +328,7 @@ def reduce_sums(
         peers.reserve(count)
         out = sums.new_empty(shape, dtype=out_dtype)
         kernel = None if rows else f"cuda_fold_{name.removeprefix('peer_')}"
-        return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel)
+        return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel, first_sums=first_sums)
     if rows:
         return _own_part(sums, group, bias, out_dtype, order).view(shape)
     return _RUN[name](sums, group, bias, out_dtype, order)

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic, gemm, gemm_db
+from pydet.torch.distributed import relay
 from pydet.torch.distributed.exchange import (
+    PEER_METHODS,
     Group,
     Method,
     Tensor,
@@ -31,7 +33,8 @@ from pydet.torch.ops import matrix
 
 Rows: TypeAlias = Literal["replicate", "shard_rows"]
 STEP = 16  # segments are multiples of it
-_FEW_ROWS = 64  # up to here a product for each segment, which is bound by its weights, is faster than a batch of them
+_FEW_ROWS = 64  # up to here a product for each segment, which is bound by its weights, is faster than a batch of them,
+# but on Hopper, which has a kernel that makes them all
 
 
 def segment_length(extent: int, segments: int, even: bool = False) -> int:
@@ -61,13 +64,21 @@ def _check_shard(op: str, name: str, have: int, extent: int, segments: int, even
     return segment_length(extent, segments, even)
 
 
+def _in_one_launch(x: Tensor, w: Tensor, chunk: int, arithmetic: Arithmetic) -> bool:
+    """Whether a batch of segments of few rows is one pass over the weights (native/gpu/nvidia/sm90/skinny.cu)."""
+    if x.device.type != "cuda" or torch.version.cuda is None or x.dtype == torch.float32 or chunk % STEP:
+        return False
+    along_k, hopper = w.stride(0) == 1, torch.cuda.get_device_capability(x.device) == (9, 0)
+    return along_k and hopper and arithmetic in ("auto", "sm90")
+
+
 def _segment_sums(
     x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic, out: Tensor | None = None
 ) -> Tensor:
     """``[count, M, N]`` fp32: x ``[M, k]`` times w ``[k, N]`` by segments of k; those that are not there are zeros."""
     (m, k), n = x.shape, w.shape[1]
     sums = x.new_empty(count, m, n, dtype=torch.float32) if out is None else out
-    if k == count * chunk and m > _FEW_ROWS:
+    if k == count * chunk and (m > _FEW_ROWS or _in_one_launch(x, w, chunk, arithmetic)):
         a, b = x.unflatten(1, (count, chunk)).transpose(0, 1), w.unflatten(0, (count, chunk))
         return gemm(a, b, out=sums, arithmetic=arithmetic)
     for i in range(count):
@@ -115,7 +126,15 @@ def _parallel_product(
 
     def chosen() -> str:
         product = method == "push" or x.shape[0] % world == 0
-        return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product)
+        relays = segment_length(extent, segments, even) % STEP == 0 and out == "replicate"
+        relays = relays and (peers is None or (world == relay.RANKS and peers.pushes))
+        prefers = x.shape[0] >= relay.LEAST_ROWS and segments > world
+        return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product, relays, prefers)
+
+    def first_sums() -> int:
+        """How many segments each rank has, where rank 0 makes the sum of its own in one product."""
+        chunk, each = segment_length(extent, segments, even), segments // world
+        return each if each > 1 and chunk % STEP == 0 and chosen() in PEER_METHODS else 0
 
     def terms() -> tuple[Any, ...]:
         if w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -138,6 +157,14 @@ def _parallel_product(
                 )
             shared(x.shape[0], world, op, "the number of rows")
             result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
+        elif chosen() == "relay":
+            result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)
+        elif first_sums():
+            if dist.get_rank(group) == 0:
+                sums = gemm(x, w, k_chunk=chunk, arithmetic=arithmetic, out_dtype=torch.float32)
+                result = sums.unsqueeze(0)
+            else:
+                result = _segment_sums(x, w, chunk, segments // world, arithmetic)
         else:
             result = _segment_sums(x, w, chunk, segments // world, arithmetic)
         shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments of {chunk}"
@@ -150,7 +177,16 @@ def _parallel_product(
         count = segments // world
         chunk = segment_length(extent, segments, even)
         return _push(x, w, chunk, count, arithmetic, bias, peers, out == "shard_rows")
-    return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows=out == "shard_rows")
+    if chosen() == "relay":
+        if x.shape[0] * w.shape[1] == 0:
+            return x.new_empty(x.shape[0], w.shape[1])
+        chunk, count = segment_length(extent, segments, even), segments // world
+        if peers is None:
+            return relay.relay_by_collectives(x, w, chunk, arithmetic, bias, group)
+        sums = lambda rows: _segment_sums(rows, w, chunk, count, arithmetic)  # noqa: E731
+        return relay.relay_by_peers(x, w, chunk, count, sums, arithmetic, bias, peers)
+    rows = out == "shard_rows"
+    return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows, first_sums() if peers else 0)
 
 
 def _sum_rows(dy: Tensor) -> Tensor:

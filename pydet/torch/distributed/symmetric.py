@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +35,7 @@ MOST_RANKS: int = constants.PYDET_FOLD_RANKS
 _PARTS = 16  # of all ranks, for which a group's memory has room at once
 _CODES = {torch.float32: (constants.PYDET_FLOAT, 32), torch.bfloat16: (constants.PYDET_BFLOAT, 16)}
 _CODES[torch.float16] = (constants.PYDET_FLOAT, 16)
+_FLAGS = 64
 _ASKS = 0  # in a word, in the place of terms: a rank asks the others about terms that are new to it
 _peers: dict[Any, Peers | None] = {}
 _turns: dict[torch.device, Turns] = {}
@@ -87,6 +89,8 @@ class Peers:
         self.fault = torch.zeros(constants.PYDET_FOLD_FAULT, dtype=torch.int64, device="cpu", pin_memory=True)
         self.reason = self.fault.numpy()  # the device writes there
         self.failed = False
+        self.last_word = 0
+        self._flags: tuple[Tensor, Tensor] | None = None
 
     def reserve(self, parts: int) -> bool:
         """Room for folds of so many parts of all ranks. Every rank asks for the same; False where there is none."""
@@ -128,6 +132,27 @@ class Peers:
             self.staged = found[0], buffers
         return [buffer[:count].view(shape) for buffer in self.staged[1]]
 
+    def flags(self) -> tuple[Tensor, Tensor]:
+        """Words for a relay between two ranks: this rank's, zeros between relays, and the other's."""
+        if self._flags is None:
+            self._outside_capture()
+            found = _shared_memory(_FLAGS, torch.int64, self.group, self.device)
+            if found is None:
+                fail(constants.PYDET_UNSUPPORTED, f"relay: no symmetric memory of {8 * _FLAGS} bytes on every rank")
+            self.kept.append(found)
+            self._flags = found[0], found[1].get_buffer(1 - self.rank, [_FLAGS], torch.int64)
+        return self._flags
+
+    @functools.cached_property
+    def side(self) -> Any:
+        """A stream for copies beside products."""
+        return torch.cuda.Stream(self.device)
+
+    @functools.cached_property
+    def nothing(self) -> Tensor:
+        """A part of one element, and its sum, of folds in which ranks only meet or wait."""
+        return torch.zeros(2, 1, device=self.device)
+
     def fold(
         self,
         parts: Tensor,
@@ -139,10 +164,14 @@ class Peers:
         gathered: bool = False,
         scatter: bool = False,
         kernel: str | None = None,
+        first_sums: int = 0,
     ) -> Tensor:
-        """pydet_fold with peers: this rank's parts ``[s, ...]`` and all others', into ``out``; see pydet.h."""
+        """pydet_fold with peers: this rank's parts ``[s, ...]`` and all others', into ``out``; see pydet.h.
+
+        first_sums: of rank 0 this is the sum of its so many parts alone, ``[1, ...]``.
+        """
         with self.turn(out.numel() * (self.world if scatter else 1)) as stream:
-            self.launch(stream, parts, out, bias, order, accumulate, gathered, scatter, kernel)
+            self.launch(stream, parts, out, bias, order, accumulate, gathered, scatter, kernel, first_sums)
         return out
 
     @contextlib.contextmanager
@@ -163,16 +192,51 @@ class Peers:
         gathered: bool = False,
         scatter: bool = False,
         kernel: str | None = None,
+        first_sums: int = 0,
     ) -> None:
         """The fold itself, inside of its turn."""
+        self.last_word = ((self.calls + 1) % 2**32) << 32 | self.terms
+        peers = self._arguments(self.last_word)
+        peers.gathered, peers.scatter, peers.first_sums = gathered, scatter, first_sums
+        fold_with_peers(stream, peers, parts.unbind(), out, bias, order, accumulate, kernel)
+        self.calls += 1
+
+    def launch_awaited(
+        self, stream: Any, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None, word: int, flag: int, source: int
+    ) -> None:
+        """The fold of this rank's parts alone, once `word` is at the address `flag`, where rank `source` brings it."""
+        peers = self._arguments(word)
+        peers.flag = ffi.cast("const uint64_t *", flag)
+        setattr(peers, "from", source)
+        fold_with_peers(stream, peers, parts, out, bias)
+
+    def wait(self, stream: Any, word: int, flag: int, source: int) -> None:
+        """The stream waits until `word` is there, in one block of a fold of nothing."""
+        alive, call = self._waiting
+        peers = alive[0]
+        peers.memory, peers.memory_size = self.addresses, self.size
+        peers.word, peers.flag = word, ffi.cast("const uint64_t *", flag)
+        setattr(peers, "from", source)
+        library = _native.load(constants.PYDET_EXCHANGE_CUDA)
+        library.check(library.lib.pydet_fold(ffi.cast("void *", stream.cuda_stream), *call))
+
+    @functools.cached_property
+    def _waiting(self) -> tuple[list[Any], tuple[Any, ...]]:
+        """What :meth:`wait` passes, made once: a slab of a relay waits as often as a product is made."""
+        peers, options = self._arguments(1), ffi.new("pydet_fold_options *")
+        peers.struct_size, options.struct_size = ffi.sizeof("pydet_fold_peers"), ffi.sizeof("pydet_fold_options")
+        options.peers = peers
+        alive = [peers, options]
+        part, out = (_tensor(one, alive) for one in self.nothing)
+        parts = ffi.new("const pydet_tensor *[]", [part])
+        return [*alive, parts], (parts, 1, ffi.NULL, out, options)
+
+    def _arguments(self, word: int) -> Any:
         peers = ffi.new("pydet_fold_peers *")
         peers.ranks, peers.rank, peers.timeout_ms = self.world, self.rank, self.timeout_ms
-        peers.gathered, peers.scatter = gathered, scatter
-        peers.memory, peers.memory_size = self.addresses, self.size
-        peers.word = ((self.calls + 1) % 2**32) << 32 | self.terms
+        peers.memory, peers.memory_size, peers.word = self.addresses, self.size, word
         peers.fault = ffi.cast("uint64_t *", self.fault.data_ptr())
-        fold_with_peers(stream, peers, parts, out, bias, order, accumulate, kernel)
-        self.calls += 1
+        return peers
 
     # ---- Agreement ----
 
@@ -246,6 +310,8 @@ class Peers:
             for board in self.boards:
                 size = ctypes.c_size_t(constants.PYDET_FOLD_SIGNALS)
                 driver("cuMemsetD8_v2", ctypes.c_uint64(board), ctypes.c_ubyte(0), size)
+            if self._flags is not None:
+                self._flags[0].zero_()
             torch.cuda.synchronize(self.device)
         self.reason[:], self.failed, self.calls = 0, False, 0
         dist.all_reduce(meeting, group=self.group)
@@ -259,7 +325,7 @@ class Peers:
 def fold_with_peers(
     stream: Any,
     peers: Any,
-    parts: Tensor,
+    parts: Sequence[Tensor],
     out: Tensor,
     bias: Tensor | None = None,
     order: Order = "ordered",
@@ -268,7 +334,7 @@ def fold_with_peers(
 ) -> None:
     """pydet_fold with the options that pydet.fold does not have."""
     library, alive = _native.load(constants.PYDET_EXCHANGE_CUDA), [peers]
-    given = [_tensor(part, alive) for part in parts.unbind()]
+    given = [_tensor(part, alive) for part in parts]
     peers.struct_size = ffi.sizeof("pydet_fold_peers")
     options = ffi.new("pydet_fold_options *")
     options.struct_size = ffi.sizeof("pydet_fold_options")

@@ -7,7 +7,8 @@
 // shared with the other blocks of the cluster by multicast; one to three warpgroups run wgmma m64nNk16 on their rows of
 // them, k ascending, and store their accumulators (warp_out.h). Either operand may have k adjacent or not: wgmma reads
 // both. Few rows of out fit the columns of a tile better than its rows: then the tile is one of out^T = b^T a^T.
-// The file is compiled once for each group of kernels (tiles.h).
+// The sums may begin at a tensor other than out, too: then out may have any type. The file is compiled once for each group
+// of kernels (tiles.h).
 
 #include <algorithm>
 
@@ -163,10 +164,10 @@ __device__ __forceinline__ void consume(const Sm90Problem &p, uint32_t shared, i
     if (S::hands_over && slots.kind(turn) == kTail) {
       take_over<S>(p, d);
       chain.template run<false>(d, depth, p.chunk);
-    } else if (p.accumulate) {
+    } else if (p.begins) {
       const Tile tile = slots.look(turn);
 #pragma unroll
-      for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin_at_out(block_of<S>(d, block));
+      for (int block = 0; block < S::blocks; ++block) rows_of(tile, block).begin(block_of<S>(d, block));
       chain.template run<false>(d, depth, p.chunk);
     } else {
       if constexpr (S::chunked) {

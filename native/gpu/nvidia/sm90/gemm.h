@@ -43,6 +43,7 @@ struct Sm90Problem {
   int cluster_rows, cluster_columns, tiles;  // tiles of a whole cluster in one matrix, and in all
   int band;                                  // cluster rows that are walked together, for the L2
   bool batched, accumulate;
+  bool begins;                   // at `from`, which is out's own elements or others in its place
   bool out_aligned;              // its rows begin at multiples of 16 bytes
   bool rows_move, columns_move;  // a tile that passes the last row or column may be moved back to end there
   Type out_type, bias_type;
@@ -55,6 +56,9 @@ struct Sm90Problem {
   int64_t out_batch_stride[kSm90MaxBatch], bias_batch_stride[kSm90MaxBatch];
   // Of gemm.cu alone. A cluster has 1 << cluster_m_log blocks under each other, 1 << cluster_n_log side by side.
   int cluster_m_log, cluster_n_log;
+  const float *from;
+  int64_t from_stride;
+  bool from_pairs;   // whose elements lie in whole aligned units of 16 bytes
   int row_mask;      // the blocks of a cluster that have the first one's rows
   bool swapped;      // the tile is one of out^T
   bool out_halves;   // out has the operands' type, in whole aligned units of 16 bytes

@@ -143,7 +143,12 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   p.cluster_m_log = log2_of(tile.cluster_m), p.cluster_n_log = log2_of(tile.cluster_n);
   for (int i = 0; i < tile.cluster_n; ++i) p.row_mask |= 1 << i * tile.cluster_m;
   p.batched = g.batch.count > 1;
-  p.accumulate = g.accumulate;
+  // Where the sums begin at other elements than out's, tiles that overlap store the same twice.
+  p.begins = g.accumulate;
+  p.accumulate = g.accumulate && !g.from.data;
+  const Matrix &from = g.from.data ? g.from : g.out;
+  p.from = reinterpret_cast<const float *>(from.data);
+  p.from_stride = tile.swapped ? from.col_stride : from.row_stride;
   p.out_type = g.out.type;
   p.out = g.out.data;
   p.bias = g.bias.data;
@@ -161,6 +166,9 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   p.out_halves = p.out_aligned && g.out.type == g.a.type && adjacent % kUnit == 0 && p.bias_way != BiasWay::any;
   p.out_fours = p.out_aligned && adjacent % 4 == 0;
   p.out_singles = p.out_fours && g.out.type == Type::f32 && p.bias_way != BiasWay::any;
+  p.from_pairs = g.from.data
+                     ? adjacent % 4 == 0 && p.from_stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.from) % 16 == 0
+                     : p.out_singles;
   for (int i = 0; i < kSm90MaxBatch; ++i) {
     bool here = i < g.batch.dims;
     p.batch_shape[i] = here ? int(g.batch.shape[i]) : 1;

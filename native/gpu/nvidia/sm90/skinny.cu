@@ -4,6 +4,8 @@
 //   D = +0 or y;  D = step(D, x[m, 16i .. 16i+15], w[n, 16i .. 16i+15]) for i ascending            without k_chunk
 //   D = +0 or y;  D = D + s_c for chunks c ascending, s_c = such a chain from +0 over its own k    with k_chunk
 //
+// or, of a batch whose matrices are the chunks of one product side by side along k, each s_c to its own place.
+//
 // x is the 64-row operand of wgmma, one warpgroup for each 64, and w its n = 16 to 96, so that tiles can be so narrow
 // that every SM has one. (The rows of that operand that x does not have are whatever lies behind it in shared memory;
 // nothing of theirs is stored.) skinny.h has the rings that the operands come through. What is left of the time where N
@@ -125,8 +127,9 @@ template <class S> struct Reader {
   __device__ __forceinline__ bool has_rows(const Problem &p) { return thread / 32 * kWarpRows < p.m; }
 
   // d = the chain of one tile, or the sum of its chunks, from d. Of a tile that is split, the first block adds up all
-  // chunks: its own, which are the first, then the others', which these store in its shared memory.
-  __device__ __forceinline__ void chain(float (&d)[S::registers], const Problem &p) {
+  // chunks: its own, which are the first, then the others', which these store in its shared memory. Sums that are wanted
+  // apart go to keep(sum, chunk) instead.
+  template <class Keep> __device__ __forceinline__ void chain(float (&d)[S::registers], const Problem &p, Keep keep) {
     const Part part(p, S::split);
     if constexpr (!S::chunked) {
       run(d, 0, p.steps, false);
@@ -134,7 +137,9 @@ template <class S> struct Reader {
       float sum[S::registers];
       for (int chunk = part.first; chunk < part.end; chunk += p.chunk_steps) {
         run(sum, chunk, chunk + min(p.chunk_steps, part.end - chunk), true);
-        if (part.first == 0) {
+        if (p.apart) {
+          keep(sum, chunk / p.chunk_steps);
+        } else if (part.first == 0) {
 #pragma unroll
           for (int i = 0; i < S::registers; ++i) d[i] = d[i] + sum[i];
         } else if (has_rows(p)) {
@@ -144,7 +149,7 @@ template <class S> struct Reader {
                  make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]), at.sums_full(), 0);
         }
       }
-      if (S::split && part.first == 0) {
+      if (S::split && part.first == 0 && !p.apart) {
         barrier_wait(at.sums_full(), 0);
         if (!has_rows(p)) return;
         const int sums = sums_bytes<S>(p) / sum_bytes<S>(p.m);
@@ -201,17 +206,25 @@ template <class S> __device__ __forceinline__ void multiply(const Problem &p, co
 #pragma unroll
       for (int i = 0; i < S::registers; ++i) d[i] = 0;
     };
+    // A chunk's sum, fp32, to its own place.
+    auto keep = [&](const float(&sum)[S::registers], int chunk) {
+      each_pair([&](int i, int row, int column) {
+        const int64_t index = chunk * p.apart + row * p.out_stride + column;
+        store_pair<Type::f32>(p.out, index, sum[i], sum[i + 1], p.pairs, column + 1 < p.n);
+      });
+    };
     if constexpr (S::chunked) {
       if (p.accumulate) begin_at_y();
       else begin_at_zero();
-      reader.chain(d, p);
+      reader.chain(d, p, keep);
+      if (p.apart) continue;
     } else if (p.accumulate) {
       // ptxas keeps wgmma asynchronous only where each way of setting its accumulators has its own main loop
       begin_at_y();
-      reader.chain(d, p);
+      reader.chain(d, p, keep);
     } else {
       begin_at_zero();
-      reader.chain(d, p);
+      reader.chain(d, p, keep);
     }
 
     if (S::split && cluster_rank() > 0) continue;  // the sums are the first block's
@@ -261,7 +274,7 @@ template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, co
 
 template <int rows, bool turned> pydet_status skinny_sm90(const Gemm &g, const Choice &choice) {
   const auto cut = choice.cut<SkinnyCut>();
-  Gemm cut_up = g;
+  Gemm cut_up = in_one(g);
   cut_up.k_chunk = cut.k_chunk;
   return launch_plan<rows>("cuda_skinny_gemm_sm90", cut_up, cut.plan);
 }

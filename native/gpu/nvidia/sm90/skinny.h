@@ -43,6 +43,7 @@ struct Problem {
   char *out;
   const char *bias;
   int64_t out_stride, bias_row_stride, bias_column_stride;
+  int64_t apart;  // 0, or where one chunk's sum is, from the one before: they are not added up
 };
 
 // Addresses in shared memory: x's ring, then w's, then the barriers, then, in a cluster's first block, the sums of the
@@ -247,6 +248,7 @@ pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Pr
   p.n = int(g.n);
   p.steps = int(divide_up(g.k, kStep));
   p.chunk_steps = int(Chunk{g.k_chunk}.of_chain(g.k, kStep));
+  p.apart = g.batch.dims ? g.batch.out[0] : 0;
   p.x_split = plan.x_split;
   p.box_rows = plan.x_split ? kTileRows : p.m;
   p.x_rows = int(divide_up(p.box_rows, kAtomRows)) * kAtomRows;
@@ -282,7 +284,7 @@ pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Pr
   p.out = g.out.data;
   p.out_stride = g.out.row_stride;
   p.pairs = reinterpret_cast<uintptr_t>(g.out.data) % (2 * size_of(g.out.type)) == 0 &&
-            (g.m == 1 || g.out.row_stride % 2 == 0);
+            (g.m == 1 || g.out.row_stride % 2 == 0) && p.apart % 2 == 0;
   p.bias = g.bias.data;
   p.bias_type = g.bias.type;
   p.bias_row_stride = g.bias.row_stride;

@@ -21,7 +21,7 @@ bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_str
 // What TMA can describe: rows along k, 16-byte aligned.
 bool takes(const Gemm &g, bool turned) {
   constexpr int64_t kMost = int64_t(1) << 30;
-  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
+  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost &&
          has_rows(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k) &&
          (turned ? g.b.row_stride != 1 && has_rows(g.b, g.k, g.b.row_stride, g.b.col_stride, g.n)
                  : has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k));
@@ -111,7 +111,10 @@ SkinnyCut cut_of(const Gemm &g, const SkinnyPlan &plan, bool turned) {
 }  // namespace
 
 // Of rows that are asked for by name and not the choice: what suits most problems.
-template <bool turned> Choice skinny_sm90_choose(const Gemm &g, int rows) {
+template <bool turned> Choice skinny_sm90_choose(const Gemm &asked, int rows) {
+  const bool apart = asked.batch.dims > 0;
+  if (apart && (turned || !side_by_side(asked) || asked.m > kSkinnyWarpgroupRows)) return {};
+  const Gemm g = in_one(asked);
   if (!takes(g, turned)) return {};
   SkinnyPlan plan = turned ? choose_turned(g) : choose(g);
   if (rows != kAnyVariant && plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};

@@ -114,12 +114,13 @@ template <class S> struct WarpOut {
     return tile.out_offset + (p.swapped ? c * p.out_stride + r : r * p.out_stride + c);
   }
 
-  // Accumulators that continue out's elements, in fp32. All loads are on their way before the first is waited for: eight
+  // Accumulators that continue out's elements, or those of `from`, in fp32. All loads are on their way before the first is waited for: eight
   // lanes' words are a sector, along a row of out or, for out^T, along its column.
-  __device__ __forceinline__ void begin_at_out(float (&d)[S::n / 2]) const {
+  __device__ __forceinline__ void begin(float (&d)[S::n / 2]) const {
     const int r = row + lane / 4, c = tile.column + lane % 4 * 2;
-    const float *const from = reinterpret_cast<const float *>(p.out);
-    if (p.out_singles && !p.swapped) {
+    const float *const from = p.from + tile.out_offset;
+    const auto place = [&](int r, int c) { return p.swapped ? c * p.from_stride + r : r * p.from_stride + c; };
+    if (p.from_pairs && !p.swapped) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float *const line = from + place(r + 8 * h, c);
