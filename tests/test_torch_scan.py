@@ -44,6 +44,17 @@ def test_tracing():
             operator(*(x.to("meta")[1:] if i == 1 else x.to("meta") for i, x in enumerate(operands)))
 
 
+def test_tracing_of_gradients():
+    scan, delta = (tensors(f(2, 5, 4, 8, 2, 16, "fp32")) for f in (scan_of, delta_of))
+    for operator, operands in (
+        (ops.selective_scan_backward, [scan[0], *scan, None, None, None, True]),
+        (ops.selective_scan_backward, [scan[0], *scan[:5]]),
+        (ops.gated_delta_backward, [delta[2], *delta, None, None, None, True]),
+        (ops.causal_conv1d_backward, [*[torch.randn(2, 5, 8)] * 2, torch.randn(8, 4), None, None, True, True]),
+    ):
+        torch.library.opcheck(operator.default, tuple(operands), test_utils=("test_schema", "test_faketensor"))
+
+
 # ---- Gradients -------------------------------------------------------------------------------------------------------
 
 
