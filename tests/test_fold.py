@@ -233,7 +233,7 @@ PEERS_MEMORY = lib.PYDET_FOLD_SIGNALS + 4 * lib.PYDET_FOLD_ROOM  # of 2 parts on
         ),
         ({"memory_size": PEERS_MEMORY - 1}, "PYDET_WORKSPACE_TOO_SMALL", f"want {PEERS_MEMORY}"),
         ({"first_sums": 65}, "PYDET_INVALID_VALUE", "peers.first_sums is 65, want 0 to 64"),
-        ({"first_sums": 2}, "PYDET_INVALID_VALUE", "peers.first_sums is 2 with 1 parts of rank 1, gathered 0, want 2, not"),
+        ({"first_sums": 2}, "PYDET_INVALID_VALUE", "first_sums is 2 with 1 parts of rank 1, gathered 0, want 2, not"),
         ({"first_sums": 1, "gathered": 1}, "PYDET_INVALID_VALUE", "of rank 1, gathered 1, want 1, not"),
         ({"from": 2}, "PYDET_INVALID_VALUE", "peers.from is 2, want 0 to 1"),
         ({"flag": ffi.cast("uint64_t *", 20)}, "PYDET_MISALIGNED", "peers.flag is at 0x14, want a multiple of 8 bytes"),
