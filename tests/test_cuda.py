@@ -947,7 +947,8 @@ def test_dweight_of_micro_batches(torch, n, kernel):
     try:
         pydet.rmsnorm_backward(dy, x, weight, rstd, kernel=kernel)
     except pydet.Error as error:
-        assert "does not take this problem" in str(error) and n > (128 if "narrow" in kernel else 512)
+        assert "does not take this problem" in str(error)
+        assert "staged" in kernel or n > (128 if "narrow" in kernel else 512)
         pytest.skip(str(error))
     for cuts in ([256, 1024], [512], [1792]):
         total = torch.zeros_like(dweight)

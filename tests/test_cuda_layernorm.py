@@ -24,7 +24,7 @@ def test_every_layernorm_kernel_is_listed():
     names = [kernel.name for operation in ("layernorm", "layernorm_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 11
+    assert len(names) == len(set(names)) == 15
 
 
 @each("layernorm")
@@ -36,7 +36,7 @@ def test_forward(device, kernel, dtype):
 @each("layernorm_backward")
 def test_backward(device, kernel, dtype):
     test_layernorm.check_backward(device.layernorm_backward, dtype, SHAPES, expect=pydet.layernorm_backward)
-    assert device.taken > 30
+    assert device.taken > (4 if "staged" in kernel.name else 30)  # long rows that begin anywhere, or very long ones
 
 
 @each("layernorm")

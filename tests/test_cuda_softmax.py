@@ -13,13 +13,13 @@ def test_every_softmax_kernel_is_listed():
     names = [kernel.name for operation in ("softmax", "softmax_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 13
+    assert len(names) == len(set(names)) == 14
 
 
 @each("softmax")
 def test_forward(device, kernel, dtype):
     test_softmax.check_forward(device, dtype, test_softmax.SHAPES + test_softmax.LONG_SHAPES)
-    assert device.taken > 20
+    assert device.taken > (5 if "head" in kernel.name else 20)  # whose long rows have a test of their own
 
 
 @each("softmax_backward")

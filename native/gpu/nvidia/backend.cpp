@@ -565,9 +565,10 @@ Arithmetic tensor_cores(int32_t id) {
   return capability >= 90 ? Arithmetic::sm90 : capability >= 80 ? Arithmetic::sm80 : Arithmetic::ieee;
 }
 
-// Hopper's tiles do. Few rows are a skinny kernel's.
+// Hopper's tiles do, where it lies along rows as out does. Few rows are a skinny kernel's.
 bool gemm_begins(const Gemm &g, const char *kernel) {
   constexpr int64_t kFew = 128;
+  if (g.from.col_stride != 1) return false;
   if (g.arithmetic != Arithmetic::sm90 || !is_sm90(g.device) || !(kHalfTypes & bit(g.a.type)) || g.k == 0) return false;
   if (!kernel) return g.m > kFew && g.n > kFew && gemm_sm90_choose(g, kAnyVariant).variant >= 0;
   for (int tile = 0; tile < kSm90TileCount; ++tile)

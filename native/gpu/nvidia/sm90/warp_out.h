@@ -114,8 +114,8 @@ template <class S> struct WarpOut {
     return tile.out_offset + (p.swapped ? c * p.out_stride + r : r * p.out_stride + c);
   }
 
-  // Accumulators that continue out's elements, or those of `from`, in fp32. All loads are on their way before the first is waited for: eight
-  // lanes' words are a sector, along a row of out or, for out^T, along its column.
+  // Accumulators that continue out's elements, or those of `from`, in fp32. All loads are on their way before the first is
+  // waited for: eight lanes' words are a sector, along a row of out or, for out^T, along its column.
   __device__ __forceinline__ void begin(float (&d)[S::n / 2]) const {
     const int r = row + lane / 4, c = tile.column + lane % 4 * 2;
     const float *const from = p.from + tile.out_offset;
