@@ -38,6 +38,7 @@ import reference_embedding
 import reference_fp8
 import reference_rotary
 import reference_sample
+import reference_scan
 from capi import BFLOAT16, FLOAT16, FLOAT32, Tensor, ffi, last_error, lib, library_path, options, pointer, status_name
 
 os.environ["PYDET_LIBRARY"] = str(library_path())  # one library for all devices that a descriptor may name
@@ -93,7 +94,7 @@ class Region:
         return np.lib.stride_tricks.as_strided(words, shape, [s * size for s in strides]).view(dtype)
 
 
-REGIONS = [Region() for _ in range(14)]
+REGIONS = [Region() for _ in range(18)]
 
 
 def values(rng, count, dtype):
@@ -248,9 +249,51 @@ ORDER = {  # how each operation takes its tensors
     "embedding_backward": ["dout", "ids", "dw"],
     "rotary_table": ["positions", "frequencies", "cos", "sin"],
     "rotary": ["q", "k", "cos", "sin", "q_out", "k_out"],
+    "selective_scan": ["x", "dt", "a", "b", "c", "d", "initial", "cu_seqlens", "y", "final"],
+    "gated_delta": ["q", "k", "v", "g", "beta", "initial", "cu_seqlens", "o", "final"],
+    "causal_conv1d": ["x", "w", "bias", "initial", "cu_seqlens", "y"],
     "attention": ["q", "k", "v", "out", "lse"],
     "attention_backward": ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"],
 }
+OF_SCANS = {op: ORDER[op] for op in ("selective_scan", "gated_delta", "causal_conv1d")}
+OF_SCANS["selective_scan_backward"] = [
+    "dy",
+    "dfinal",
+    "x",
+    "dt",
+    "a",
+    "b",
+    "c",
+    "d",
+    "initial",
+    "cu_seqlens",
+    "dx",
+    "ddt",
+    "da",
+    "db",
+    "dc",
+    "dd",
+    "dinitial",
+]
+OF_SCANS["gated_delta_backward"] = [
+    "dout",
+    "dfinal",
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "initial",
+    "cu_seqlens",
+    "dq",
+    "dk",
+    "dv",
+    "dg",
+    "dbeta",
+    "dinitial",
+]
+OF_SCANS["causal_conv1d_backward"] = ["dy", "x", "w", "initial", "cu_seqlens", "dx", "dw", "dbias", "dinitial"]
+ORDER |= OF_SCANS
 OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
 ROTARY_FLAGS = ("whole", "neighbours", "out_neighbours", "in_fp32", "transposed")
 OF_SAMPLE = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
@@ -267,6 +310,7 @@ C_ALONE = (
     "linear_log_prob_backward",
     "rotary_table",
     "rotary",
+    *OF_SCANS,
 )  # their Python has tests of its own
 
 
@@ -287,7 +331,7 @@ def invoke(call):
         parts = ffi.new("pydet_tensor *[]", [pointer(tensors[name]) for name in parts_of(call)])
         array = ffi.cast("const pydet_tensor *const *", parts)
         return function(ffi.NULL, array, len(parts), pointer(tensors["bias"]), pointer(tensors["out"]), given)
-    if "initial" in tensors:
+    if "initial" in tensors and "initial" not in ORDER[call.op]:
         given.initial = pointer(tensors["initial"])
     if call.op == "rmsnorm":
         given.bias = pointer(tensors["bias"])
@@ -819,6 +863,72 @@ def make_rotary(rng):
     outputs = {f"{name}_out": place(rng, next(regions), [*lead, heads, n], out) for name in names}
     outputs.setdefault("k_out")
     return Call("rotary", inputs, outputs, options("pydet_rotary_options", **given))
+
+
+def make_scan(rng):
+    """Any of the scans and of their gradients, of a batch or of a pack."""
+    op, regions, kinds = rng.choice(list(OF_SCANS)), iter(rng.sample(REGIONS, 17)), list(DTYPES.values())
+    fp32, tokens = np.dtype(np.float32), rng.choice([0, 1, 2, 3, 7, 10])
+    batch, lengths = rng.choice([1, 1, 2, 3]), None
+    if rng.random() < 0.4:
+        cuts = sorted(rng.randrange(tokens + 1) for _ in range(rng.choice([0, 1, 2])))
+        batch, lengths = 1, [0, *cuts, tokens]
+    count = batch if lengths is None else len(lengths) - 1
+    maybe = lambda name, shape, kind, chance=0.5: like(name, shape, kind) if rng.random() < chance else None
+    made = {}
+
+    def like(name, shape, kind):
+        if name in OF_SCANS[op]:
+            made[name] = place(rng, next(regions), shape, kind)
+        return kind
+
+    kind = rng.choice(kinds)
+    if op.startswith("causal"):
+        channels, taps = rng.choice([1, 2, 7, 16, 33]), rng.choice([1, 2, 4, 5, 9])
+        rows, states = [batch, tokens, channels], [count, taps - 1, channels]
+        like("x", rows, kind), like("w", [channels, taps], rng.choice(kinds)), maybe("initial", states, kind)
+        maybe("bias", [channels], rng.choice(kinds)), like("y", rows, kind), like("dy", rows, kind)
+        for name, shape, of in (
+            ("dx", rows, kind),
+            ("dw", [count, channels, taps], fp32),
+            ("dbias", [count, channels], fp32),
+        ):
+            maybe(name, shape, of, 0.8)
+        maybe("dinitial", states, kind)
+    else:
+        groups, width, states = rng.choice([1, 1, 2]), rng.choice([1, 2, 5, 33]), rng.choice([1, 3, 8, 33, 40])
+        heads = groups * (rng.choice([1, 2, 3]) if width * states < 400 else 1)
+        rows, numbers, of_group = [batch, tokens, heads, width], [batch, tokens, heads], [batch, tokens, groups, states]
+        if op.startswith("selective"):
+            each, of_states = rng.random() < 0.4, [count, heads, width, states]
+            like("x", rows, kind), like("y", rows, kind), like("dy", rows, kind), like("dx", rows, kind)
+            for name, shape in (("dt", numbers), ("b", of_group), ("c", of_group)):
+                like(f"d{name}", shape, like(name, shape, rng.choice(kinds)))
+            like("a", [heads, states] if each else [heads], fp32)
+            like("da", [count, heads, states] if each else [count, heads], fp32)
+            if rng.random() < 0.5:
+                like("d", [heads], fp32), like("dd", [count, heads], fp32)
+        else:
+            of_states = [count, heads, states, width]
+            like("v", rows, kind), like("o", rows, kind), like("dout", rows, kind), like("dv", rows, kind)
+            for name, shape in (("q", of_group), ("k", of_group), ("g", numbers), ("beta", numbers)):
+                like(f"d{name}", shape, like(name, shape, rng.choice(kinds)))
+        for name in ("initial", "final", "dfinal", "dinitial"):
+            maybe(name, of_states, fp32)
+    if lengths is not None:
+        made["cu_seqlens"] = packed(rng, next(regions), [count + 1], rng.choice([BOUNDARY, np.dtype(np.int64)]))
+        Described(made["cu_seqlens"]).view()[...] = lengths
+    backward = op.endswith("backward")
+    results = {f"d{name}" for name in (*OF_SCANS[op], "bias")} if backward else {"y", "o", "final"}
+    inputs, outputs = ({n: made.get(n) for n in OF_SCANS[op] if (n in results) == is_} for is_ in (False, True))
+    given = options("pydet_scan_backward_options" if backward else "pydet_scan_options")
+    if op in ("selective_scan_backward", "gated_delta_backward"):
+        need, workspace = ffi.new("uint64_t *"), getattr(lib, f"pydet_{op}_workspace")
+        status = workspace(count, batch * tokens, heads, width, groups, states, need)
+        expect(status == 0, last_error())
+        workspace = WORKSPACES[id(given)] = Workspace(need[0])
+        given.workspace, given.workspace_size = workspace.pointer, need[0]
+    return Call(op, inputs, outputs, given)
 
 
 def make_embedding(rng):
@@ -1556,6 +1666,76 @@ def expected_rotary(call, before):
     return {name: x for name, x in zip(("q_out", "k_out"), found, strict=True) if x is not None}
 
 
+def expected_scan(call, before):
+    op, got = call.op, {name: before.get(name) for name in ORDER[call.op]}
+    conv, back, cu = op.startswith("causal"), op.endswith("backward"), got["cu_seqlens"]
+    x = got["v" if op.startswith("gated") else "x"]
+    count = len(x) if cu is None else len(cu) - 1
+    if cu is not None:
+        expect(len(x) == 1 and cu.ndim == 1 and cu[0] == 0 and cu[-1] == x.shape[1], "accepted a pack that is none")
+        expect((np.diff(cu) >= 0).all(), "accepted boundaries that descend")
+    fp32, rows, numbers = np.dtype(np.float32), x.shape, x.shape[:3]
+    if conv:
+        channels, taps = got["w"].shape
+        expect(x.ndim == 3 and channels == x.shape[2] and 1 <= taps <= 64, "accepted weights that do not fit")
+        want = dict.fromkeys(("x", "y", "dy", "dx"), (rows, x.dtype))
+        want |= dict.fromkeys(("initial", "dinitial"), ((count, taps - 1, channels), x.dtype))
+        want |= {"dw": ((count, channels, taps), fp32), "dbias": ((count, channels), fp32), "bias": ((channels,), None)}
+    else:
+        heads, width = x.shape[2:]
+        of_group = got["k" if op.startswith("gated") else "b"].shape
+        groups, states = of_group[2:]
+        expect(of_group[:2] == rows[:2] and groups and heads % groups == 0, "accepted groups that do not fit")
+        expect(1 <= states <= 512, "accepted states of", states)
+        of_states = (count, heads, states, width) if op.startswith("gated") else (count, heads, width, states)
+        want = dict.fromkeys(("initial", "final", "dfinal", "dinitial"), (of_states, fp32))
+        want |= dict.fromkeys(("x", "y", "dy", "dx", "v", "o", "dout", "dv"), (rows, x.dtype))
+        of_type = {
+            "dt": numbers,
+            "b": of_group,
+            "c": of_group,
+            "q": of_group,
+            "k": of_group,
+            "g": numbers,
+            "beta": numbers,
+        }
+        for name, shape in of_type.items():
+            if got.get(name) is not None:
+                want |= {name: (shape, None), f"d{name}": (shape, got[name].dtype)}
+        if "a" in got:
+            of_a = (heads, states) if got["a"].ndim == 2 else (heads,)
+            want |= {
+                "a": (of_a, fp32),
+                "da": ((count, *of_a), fp32),
+                "d": ((heads,), fp32),
+                "dd": ((count, heads), fp32),
+            }
+            expect(not back or (got["d"] is None) == (got["dd"] is None), "accepted one of d and dd")
+    for name, array in got.items():
+        if array is not None and name in want:
+            shape, kind = want[name]
+            expect(array.shape == shape, "accepted", name, array.shape, "for", shape)
+            expect(kind is None or array.dtype == kind, "accepted", name, "of", array.dtype)
+    given = {name: got[name] for name in ("initial", "cu_seqlens", "dfinal") if got.get(name) is not None}
+    function = getattr(reference_scan, op)
+    if conv and not back:
+        return {"y": function(x, got["w"], got["bias"], **given)}
+    if conv:
+        results = function(got["dy"], x, got["w"], bias=True, return_initial=True, **given)
+        names = ("dx", "dw", "dbias", "dinitial")
+    elif op.startswith("selective"):
+        operands = [got[name] for name in ("x", "dt", "a", "b", "c", "d")]
+        names = ("dx", "ddt", "da", "db", "dc", "dd", "dinitial") if back else ("y", "final")
+        results = function(got["dy"], *operands, return_initial=True, **given) if back else None
+    else:
+        operands = [got[name] for name in ("q", "k", "v", "g", "beta")]
+        names = ("dq", "dk", "dv", "dg", "dbeta", "dinitial") if back else ("o", "final")
+        results = function(got["dout"], *operands, return_initial=True, **given) if back else None
+    if results is None:
+        results = function(*operands, return_final=True, **given)
+    return {name: result for name, result in zip(names, results, strict=True) if got[name] is not None}
+
+
 def expected_log_prob(call, before):
     x, index = before["x"], before["index"]
     of_row = before["log_prob" if call.op == "log_prob" else "dlog_prob"]
@@ -1839,6 +2019,7 @@ EXPECTED = {
     "embedding_backward": expected_embedding,
     "rotary_table": expected_rotary_table,
     "rotary": expected_rotary,
+    **dict.fromkeys(OF_SCANS, expected_scan),
     "log_prob": expected_log_prob,
     "log_prob_backward": expected_log_prob,
     "linear_log_prob": expected_head,
@@ -1864,13 +2045,14 @@ def judge_overlap(call):
             return True
         for other in reach:
             itself = call.op.startswith("activation") and other in call.inputs
+            itself |= name == "final" and other == "initial"  # which may be each other
             itself = itself and np.array_equal(reach[name], reach[other])
             if other != name and not itself and np.intersect1d(reach[name], reach[other]).size:
                 return True
     return False
 
 
-WITHOUT_NUMBERS = ("index", "ids", "positions", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
+WITHOUT_NUMBERS = ("cu_seqlens", "index", "ids", "positions", *OF_ATTENTION[1:], "seed", "position", "token", "top_ks")
 
 
 def run_case(seed, number):
@@ -1880,8 +2062,7 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_rotary: 1}
+    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1, make_rotary: 1, make_scan: 2}
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
