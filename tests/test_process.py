@@ -133,13 +133,14 @@ def scan_gradient(kernel, values, tensor, x, dy, dtype):
     workspace = np.zeros(need[0] + 64, np.uint8)
     at = ffi.cast("char *", workspace.ctypes.data) + -workspace.ctypes.data % 16
     chosen.workspace, chosen.workspace_size = at, need[0]
+    _alive[chosen] = _alive[chosen], workspace  # which holds what a kernel has no memory for: no result
     if kernel.operation == "selective_scan_backward":
         outs = [dx, np.empty_like(one), values(1, 1), db, dc]
         given = [dy[None, :, None], None, heads, one, one[0, 0], few, few, None, None, None, *outs, None, None]
     else:
         outs = [db, dc, dx, np.empty_like(one), np.empty_like(one)]
         given = [dy[None, :, None], None, few, few, heads, one, one, None, None, *outs, None]
-    return function, [y if y is None else tensor(y) for y in given], [*outs, workspace], chosen
+    return function, [y if y is None else tensor(y) for y in given], outs, chosen
 
 
 def every_kernel():

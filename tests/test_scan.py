@@ -288,6 +288,7 @@ PACK = [x[:1] if i in (0, 1, 3, 4) else x for i, x in enumerate(SCAN)]
         (lambda: pydet.selective_scan(*SCAN, out=np.ones((2, 3, 4, 8), np.float16)), "y is float16, want float32"),
         (lambda: pydet.selective_scan(*SCAN, out=SCAN[0]), "y shares memory with x, want it apart"),
         (lambda: pydet.selective_scan(*SCAN, cu_seqlens=np.int32([0, 3])), "want a pack: a batch of 1"),
+        (lambda: pydet.selective_scan(*PACK, cu_seqlens=np.int32([0])), "cu_seqlens has 0 at 0, want boundaries"),
         (lambda: pydet.selective_scan(*PACK, cu_seqlens=np.int32([0, 2])), "cu_seqlens has 2 at 1, want boundaries"),
         (lambda: pydet.selective_scan(*PACK, cu_seqlens=np.int32([1, 3])), "cu_seqlens has 1 at 0, want boundaries"),
         (lambda: pydet.selective_scan(*PACK, cu_seqlens=np.int32([0, 2, 1, 3])), "cu_seqlens has 1 at 2, want bound"),

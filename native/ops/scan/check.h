@@ -44,9 +44,8 @@ inline pydet_status sequences_of(const View &x, const pydet_tensor *tensor, View
   for (int64_t s = 0; s <= sequences->count; ++s) {
     const int64_t start = sequences->wide ? static_cast<const int64_t *>(sequences->starts)[s]
                                           : static_cast<const int32_t *>(sequences->starts)[s];
-    const bool ends = s == 0 || s == sequences->count;
-    const int64_t want = s == 0 ? 0 : sequences->tokens;
-    if (start < before || start > sequences->tokens || (ends && start != want))
+    const bool whole = (s > 0 || start == 0) && (s < sequences->count || start == sequences->tokens);
+    if (start < before || start > sequences->tokens || !whole)
       return fail(PYDET_INVALID_VALUE,
                   "%s: %s has %" PRId64 " at %" PRId64 ", want boundaries that ascend from 0 to the %" PRId64 " tokens",
                   op, name, start, s, sequences->tokens);
