@@ -322,7 +322,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
   __shared__ uint64_t entered;
   const Peers &peers = p.peers;
   const int rank = peers.rank, ranks = peers.ranks;
-  constexpr int kUnits = as_tree || !by_four ? 1 : 2;  // of a thread at a time: so many loads of each part
   wait_for_previous_kernel();
   const bool meets = ranks > 1, sends = meets && !peers.gathered, shares = meets && plan.two_shot && !peers.scatter;
   const int64_t n = peers.scatter ? p.size * ranks : p.size;
@@ -383,67 +382,34 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     const bool last = round + 1 == plan.rounds;
     if (sends && !last) send_round(round + 1);
     const int64_t area = area_of(round);
-    const bool meets_again = meets && (shares || (sends && !last) || (peers.gathered && last));
-    if (last && !meets_again) let_next_kernel_start();  // from here on this block waits for no rank
-    for (int turn = 0; turn < plan.turns; turn += kUnits) {
-      int64_t at[kUnits];
-      bool mine[kUnits];
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        at[u] = element(round, turn + u);
-        mine[u] = turn + u < plan.turns && begin + at[u] < end;
-      }
-      if (!mine[0]) break;
+    for (int turn = 0; turn < plan.turns; ++turn) {
+      const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float)), out_at = out_begin + at;
+      if (begin + at >= end) break;
+      Elements<4> start = {};
       const float *out = reinterpret_cast<const float *>(p.out.data);
-      // f(u), of each unit, side by side; 0 of one that is not this block's.
-      const auto each = [&](auto f) {
-        Elements<kUnit * kUnits> v = {};
-#pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-          const Elements<4> one = mine[u] ? f(u) : Elements<4>{};
-#pragma unroll
-          for (int e = 0; e < kUnit; ++e) v.x[u * kUnit + e] = one.x[e];
-        }
-        return v;
-      };
-      Elements<kUnit * kUnits> start = {};
-      if (p.accumulate)
-        start = each([&](int u) { return load_own(out, out_begin + at[u], out_begin + end - begin, by_four); });
+      if (p.accumulate) start = load_own(out, out_at, out_begin + end - begin, by_four);
       const auto part = [&](int s) {
-        const char *const from = sources[s];
         if (s < own_first || s >= own_end)
-          return each([&](int u) {
-            return load_elements<4>(reinterpret_cast<const float *>(from + area + slot_of(turn + u, sizeof(float))));
-          });
-        return each(
-            [&](int u) { return load_own(reinterpret_cast<const float *>(from), at[u], end - begin, by_four); });
+          return load_elements<4>(reinterpret_cast<const float *>(sources[s] + area + slot));
+        return load_own(reinterpret_cast<const float *>(sources[s]), at, end - begin, by_four);
       };
-      const Elements<kUnit * kUnits> sums = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        if (!mine[u]) continue;
-        const int64_t out_at = out_begin + at[u];
-        Elements<4> sum;
-#pragma unroll
-        for (int e = 0; e < kUnit; ++e) sum.x[e] = sums.x[u * kUnit + e];
-        if (p.bias.data) {
-          int64_t column = out_at % p.bias_period;
-          for (int e = 0; e < kUnit; ++e) {
-            if (begin + at[u] + e < end) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
-            column = column + 1 == p.bias_period ? 0 : column + 1;
-          }
+      Elements<4> sum = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
+      if (p.bias.data) {
+        int64_t column = out_at % p.bias_period;
+        for (int e = 0; e < kUnit; ++e) {
+          if (begin + at + e < end) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
+          column = column + 1 == p.bias_period ? 0 : column + 1;
         }
-        const uint4 words = packed(sum, p.out.type);
-        store_own(p.out.data, p.out.type, out_at, out_begin + end - begin, by_four, words);
-        for (int step = 1; shares && step < ranks; ++step) {
-          char *const to = peers.memory[after(peers, step)] + area + results + rank * part_bytes;
-          store_packed(to + slot_of(turn + u, size_of(p.out.type)), p.out.type, words);
-        }
+      }
+      const uint4 words = packed(sum, p.out.type);
+      store_own(p.out.data, p.out.type, out_at, out_begin + end - begin, by_four, words);
+      for (int step = 1; shares && step < ranks; ++step) {
+        char *const to = peers.memory[after(peers, step)] + area + results + rank * part_bytes;
+        store_packed(to + slot_of(turn, size_of(p.out.type)), p.out.type, words);
       }
     }
     // Gathered parts may be written again once all ranks are past their last meeting.
-    if (meets_again) met = meet(peers, ++meeting, plan.tag);
-    if (last && meets_again) let_next_kernel_start();
+    if (meets && (shares || (sends && !last) || (peers.gathered && last))) met = meet(peers, ++meeting, plan.tag);
 
     if (met && shares && as_tree) take_slowly<by_four>(p, plan, round, area, n);
     if (met && shares && !as_tree) take_results<by_four, kAhead>(p, plan, round, area, n);
