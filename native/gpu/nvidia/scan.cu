@@ -288,6 +288,14 @@ __global__ void __launch_bounds__(kConvChannels *kConvRows)
   }
 }
 
+template <class Problem>
+pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, int threads,
+                          void (*kernel)(Problem, int64_t)) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return launch_blocks(name, p, blocks, threads, kernel);
+}
+
 }  // namespace
 
 bool selective_scan_takes(const SelectiveScan &p) { return !p.each_state || p.states <= kMostOwnDecays; }
@@ -301,7 +309,7 @@ pydet_status selective_scan(const SelectiveScan &p) {
                                                  : selective_scan_kernel<kRounds, false, false>;
     if constexpr (kRounds * kScanRound <= kMostOwnDecays)
       if (p.each_state) kernel = selective_scan_kernel<kRounds, false, true>;
-    return launch_blocks("selective_scan", p, blocks, kThreads, kernel);
+    return launch_alone("selective_scan", p, blocks, kThreads, kernel);
   });
 }
 
@@ -310,8 +318,8 @@ pydet_status gated_delta(const GatedDelta &p) {
   return with_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
     const bool whole = p.keys == kRounds * kScanRound;
-    return launch_blocks("gated_delta", p, blocks, kThreads,
-                         whole ? gated_delta_kernel<kRounds, true> : gated_delta_kernel<kRounds, false>);
+    return launch_alone("gated_delta", p, blocks, kThreads,
+                        whole ? gated_delta_kernel<kRounds, true> : gated_delta_kernel<kRounds, false>);
   });
 }
 
@@ -319,7 +327,7 @@ pydet_status causal_conv1d(const CausalConv1d &p) {
   const int64_t blocks =
       p.sequences.count * divide_up(p.channels, kConvChannels) * divide_up(p.sequences.tokens, kConvTokens);
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return launch_blocks("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel<type>);
+    return launch_alone("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel<type>);
   });
 }
 

@@ -67,12 +67,11 @@ __device__ __forceinline__ float part(const float4 &v, int i) {
 
 constexpr int64_t kMostBlocks = int64_t(1) << 24;  // more are walked in turns
 
+// Its device must be current (DeviceGuard).
 template <class Problem>
 pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, int threads,
                            void (*kernel)(Problem, int64_t)) {
   if (blocks == 0) return PYDET_OK;
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   if (blocks > INT32_MAX)
     return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns and tokens, want at most 2147483647", name,
                 static_cast<long long>(blocks));

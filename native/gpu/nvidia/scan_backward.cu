@@ -690,8 +690,6 @@ pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, voi
   if (blocks > INT32_MAX)
     return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns, want at most 2147483647", name,
                 static_cast<long long>(blocks));
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)),
                   dim3(unsigned(kThreads))};
   where.shared_bytes = sizeof(Tile);
@@ -714,6 +712,8 @@ bool selective_scan_backward_takes(const SelectiveScanBackward &p) {
 
 pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
   const char *name = "selective_scan_backward";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   const int64_t blocks = p.sequences.count * p.groups * p.workspace.blocks;
   PYDET_TRY(with_held_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
@@ -730,6 +730,8 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
 
 pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
   const char *name = "gated_delta_backward";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   const int64_t blocks = p.sequences.count * p.heads * divide_up(p.width, kColumns);
   PYDET_TRY(with_held_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
@@ -742,6 +744,8 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
 
 pydet_status causal_conv1d_backward(const CausalConv1dBackward &p) {
   const char *name = "causal_conv1d_backward";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
   return with_type<kUnscaledTypes>(p.x.type, [&](auto type) -> pydet_status {
     if (p.dx.data || p.dinitial.data) {
       const int64_t pieces = divide_up(p.sequences.tokens, kConvTokens) + 1;
