@@ -231,7 +231,7 @@ __device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_
 }
 
 // Units of a thread that are loaded before the first of them is stored: one at a time, memory rests.
-constexpr int kAhead = 4;
+constexpr int kAhead = 4;  // where elements lie by fours: beside others, and a tree, there are no registers for it
 
 // f(i, element, turn) for units i of this block, `begin` to `end`, in a round, from the turn `first` on.
 template <int ahead, class F>
@@ -291,9 +291,15 @@ __device__ __forceinline__ void take_results(const Fold &p, const Plan &plan, in
   }
 }
 
-// The same a unit at a time and not inlined, beside the registers of a tree.
+// The same a unit at a time, beside the registers of a tree: ptxas 13.0 spills on Hopper where it is inlined, on Ampere where
+// it is not.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
+#define PYDET_APART __noinline__
+#else
+#define PYDET_APART __forceinline__
+#endif
 template <bool by_four>
-__device__ __noinline__ void take_slowly(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
+__device__ PYDET_APART void take_slowly(const Fold &p, const Plan &plan, int round, int64_t area, int64_t n) {
   take_results<by_four, 1>(p, plan, round, area, n);
 }
 
@@ -361,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 
   const auto send_round = [&](int round) {
     const int64_t area = area_of(round);
-    if (!as_tree && p.count == 1) return send_one<by_four, kAhead>(p, plan, round, area, n);
+    if (!as_tree && by_four && p.count == 1) return send_one<by_four, kAhead>(p, plan, round, area, n);
     for (int turn = 0; turn < plan.turns; ++turn) {
       const int64_t at = element(round, turn), slot = slot_of(turn, sizeof(float));
       if (at >= plan.share) break;
@@ -389,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
       const float *out = reinterpret_cast<const float *>(p.out.data);
       if (p.accumulate) start = load_own(out, out_at, out_begin + end - begin, by_four);
       const auto part = [&](int s) {
-        if (s < own_first || s >= own_end)
+        if (unsigned(s - own_first) >= unsigned(p.count))  // not this rank's; a register less than two bounds
           return load_elements<4>(reinterpret_cast<const float *>(sources[s] + area + slot));
         return load_own(reinterpret_cast<const float *>(sources[s]), at, end - begin, by_four);
       };
@@ -412,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     if (meets && (shares || (sends && !last) || (peers.gathered && last))) met = meet(peers, ++meeting, plan.tag);
 
     if (met && shares && as_tree) take_slowly<by_four>(p, plan, round, area, n);
-    if (met && shares && !as_tree) take_results<by_four, kAhead>(p, plan, round, area, n);
+    if (met && shares && !as_tree) take_results<by_four, by_four ? kAhead : 1>(p, plan, round, area, n);
   }
   if (!met) spoil(p, plan);
   __syncthreads();

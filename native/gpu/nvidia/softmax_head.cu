@@ -18,6 +18,7 @@
 namespace pydet {
 namespace {
 
+#if defined(PYDET_HOPPER)
 // Where a thread's pieces of a row lie, those of all vectors in ascending order, from its column `first` on.
 struct WholeRow {
   char *at;
@@ -50,6 +51,7 @@ struct RowInSlabs {
   }
 };
 static_assert(kSlabColumns % kRowLanes == 0, "a vector lies in one slab");
+#endif
 
 // x[column] of row r.
 template <bool slabs> __device__ __forceinline__ float element_of(const Softmax &p, int64_t r, int column) {
