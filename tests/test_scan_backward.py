@@ -159,6 +159,7 @@ CONV = conv_of(2, 3, 8, 4, "fp32")
             lambda: pydet.causal_conv1d_backward(*CONV[:3], cu_seqlens=np.int32([0, 3])),
             "want a pack: a batch of 1",
         ),
+        (lambda: pydet.causal_conv1d_backward(*CONV[:3], return_initial="no"), "return_initial is"),
     ],
 )
 def test_refusals(call, sentence):

@@ -54,14 +54,22 @@ inline pydet_status sequences_of(const View &x, const pydet_tensor *tensor, View
   return PYDET_OK;
 }
 
-// Each state is written after it was read, by who read it: the last one may lie where the first one does.
-inline pydet_status check_states(const View &x, const View &initial, const View &final, const int64_t (&shape)[4]) {
-  for (const View *state : {&initial, &final}) {
+// States in fp32, of which none need be given.
+template <int count>
+pydet_status check_each_state(const View &x, const View *const (&states)[count], const int64_t (&shape)[4]) {
+  for (const View *state : states) {
     if (!state->present()) continue;
     PYDET_TRY(same_device(x, *state));
     PYDET_TRY(want_shape(*state, shape, 4));
     PYDET_TRY(want_fp32(*state));
   }
+  return PYDET_OK;
+}
+
+// Each state is written after it was read, by who read it: the last one may lie where the first one does.
+inline pydet_status check_states(const View &x, const View &initial, const View &final, const int64_t (&shape)[4]) {
+  const View *states[] = {&initial, &final};
+  PYDET_TRY(check_each_state(x, states, shape));
   if (!initial.present() || !final.present()) return PYDET_OK;
   bool same = initial.data == final.data;
   for (int i = 0; same && i < 4; ++i) same = initial.stride[i] == final.stride[i];
@@ -78,6 +86,29 @@ inline pydet_status check_groups(const View &x, int64_t heads, const View &of) {
   if (groups > 0 && heads % groups == 0) return PYDET_OK;
   return fail(PYDET_INVALID_SHAPE, "%s: %s has %" PRId64 " heads, want a multiple of the %" PRId64 " of %s", x.op,
               x.name, heads, groups, of.name);
+}
+
+// The operands of the selective scan beside x [batch, tokens, heads, width] and b [batch, tokens, groups, states].
+inline pydet_status check_selective(const View &x, const View &dt, const View &a, const View &b, const View &c) {
+  const int64_t heads = x.shape[2], states = b.shape[3];
+  const int64_t of_b[] = {x.shape[0], x.shape[1], b.shape[2], states}, of_a[] = {heads, states};
+  PYDET_TRY(want_shape(dt, x.shape, 3));
+  PYDET_TRY(want_shape(b, of_b, 4));
+  PYDET_TRY(want_shape(c, of_b, 4));
+  PYDET_TRY(check_number(b, "states", states, kMostStates));
+  PYDET_TRY(check_groups(x, heads, b));
+  return want_shape(a, of_a, a.ndim == 2 ? 2 : 1);
+}
+
+// Those of the gated delta rule beside v [batch, tokens, heads, width] and k [batch, tokens, groups, keys].
+inline pydet_status check_delta(const View &q, const View &k, const View &v, const View &g, const View &beta) {
+  const int64_t of_k[] = {v.shape[0], v.shape[1], k.shape[2], k.shape[3]};
+  PYDET_TRY(want_shape(k, of_k, 4));
+  PYDET_TRY(want_shape(q, of_k, 4));
+  PYDET_TRY(want_shape(g, v.shape, 3));
+  PYDET_TRY(want_shape(beta, v.shape, 3));
+  PYDET_TRY(check_number(k, "elements in a key", k.shape[3], kMostStates));
+  return check_groups(v, v.shape[2], k);
 }
 
 }  // namespace pydet

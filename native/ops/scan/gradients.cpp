@@ -56,15 +56,25 @@ pydet_status alike(const View &like, const View &view) {
   return same_type(like, view);
 }
 
-// States in fp32, of which none need be given.
-template <int count> pydet_status check_gradients_of_states(const View &x, const View *const (&states)[count],
-                                                            const int64_t (&shape)[4]) {
-  for (const View *state : states) {
-    if (!state->present()) continue;
-    PYDET_TRY(same_device(x, *state));
-    PYDET_TRY(want_shape(*state, shape, 4));
-    PYDET_TRY(want_fp32(*state));
-  }
+template <int count> bool any_written(const View *const (&outputs)[count]) {
+  for (const View *view : outputs)
+    if (view->present() && !view->empty()) return true;
+  return false;
+}
+
+// Where a call works: what `workspace_of`, one of the two functions, says of its extents.
+template <class Of, int inputs, int outputs>
+pydet_status make_room(const View &x, int64_t sequences, const View &b, const char *of_states, Of workspace_of,
+                       const pydet_scan_backward_options &options, const View *const (&from)[inputs],
+                       const View *const (&to)[outputs], ScanWorkspace *at) {
+  int64_t tokens = 0;
+  if (__builtin_mul_overflow(x.shape[0], x.shape[1], &tokens)) tokens = INT64_MAX;
+  const int64_t heads = x.shape[2], width = x.shape[3], groups = b.shape[2], states = b.shape[3];
+  PYDET_TRY(check_extents(x.op, sequences, tokens, heads, width, groups, states, of_states));
+  *at = workspace_of(sequences, tokens, heads, width, groups, states);
+  PYDET_TRY(place(x.op, options, at));
+  for (const View *view : from) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
+  for (const View *view : to) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
   return PYDET_OK;
 }
 
@@ -101,14 +111,7 @@ pydet_status pydet_selective_scan_backward(
   PYDET_TRY(want_dims(b, 4, "[batch, tokens, groups, states]"));
   for (const View *view : {&dy, &dt, &a, &b, &c, &d, &dx, &ddt, &da, &db, &dc, &dd}) PYDET_TRY(same_device(x, *view));
   const int64_t heads = x.shape[2], width = x.shape[3], groups = b.shape[2], states = b.shape[3];
-  const int64_t of_b[] = {x.shape[0], x.shape[1], groups, states};
-  PYDET_TRY(want_shape(dt, x.shape, 3));
-  PYDET_TRY(want_shape(b, of_b, 4));
-  PYDET_TRY(want_shape(c, of_b, 4));
-  PYDET_TRY(check_number(b, "states", states, kMostStates));
-  PYDET_TRY(check_groups(x, heads, b));
-  const int64_t of_a[] = {heads, states};
-  PYDET_TRY(want_shape(a, of_a, a.ndim == 2 ? 2 : 1));
+  PYDET_TRY(check_selective(x, dt, a, b, c));
   if (d.present()) PYDET_TRY(want_shape(d, &heads, 1));
   for (const View *view : {&a, &d, &da, &dd}) PYDET_TRY(want_fp32(*view));
   for (const View *view : {&dy, &dx}) PYDET_TRY(alike(x, *view));
@@ -119,7 +122,7 @@ pydet_status pydet_selective_scan_backward(
   PYDET_TRY(sequences_of(x, cu_seqlens, &words, &scan.sequences));
   const int64_t count = scan.sequences.count, of_states[] = {count, heads, width, states};
   const View *states_given[] = {&dfinal, &initial, &dinitial};
-  PYDET_TRY(check_gradients_of_states(x, states_given, of_states));
+  PYDET_TRY(check_each_state(x, states_given, of_states));
   const int64_t of_sums[] = {count, heads, states};
   PYDET_TRY(want_shape(da, of_sums, a.ndim == 2 ? 3 : 2));
   if (d.present() != dd.present())
@@ -129,16 +132,8 @@ pydet_status pydet_selective_scan_backward(
   const View *inputs[] = {&dy, &dfinal, &x, &dt, &a, &b, &c, &d, &initial, &words},
              *outputs[] = {&dx, &ddt, &da, &db, &dc, &dd, &dinitial};
   PYDET_TRY(outputs_apart(inputs, outputs));
-  int64_t tokens = 0;
-  if (__builtin_mul_overflow(x.shape[0], x.shape[1], &tokens)) tokens = INT64_MAX;
-  PYDET_TRY(check_extents(op, count, tokens, heads, width, groups, states, "states"));
-  scan.workspace = selective_workspace(count, tokens, heads, width, groups, states);
-  PYDET_TRY(place(op, options, &scan.workspace));
-  for (const View *view : inputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  for (const View *view : outputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  bool written = false;
-  for (const View *view : outputs) written |= view->present() && !view->empty();
-  if (!written) return nothing_to_write();
+  PYDET_TRY(make_room(x, count, b, "states", selective_workspace, options, inputs, outputs, &scan.workspace));
+  if (!any_written(outputs)) return nothing_to_write();
   scan.device = x.device, scan.stream = stream;
   scan.heads = heads, scan.width = width, scan.groups = groups, scan.states = states;
   scan.dy = strided(dy), scan.dfinal = strided(dfinal), scan.x = strided(x), scan.dt = strided(dt);
@@ -180,33 +175,19 @@ pydet_status pydet_gated_delta_backward(void *stream, const pydet_tensor *dout_t
   PYDET_TRY(want_dims(k, 4, "[batch, tokens, groups, keys]"));
   for (const View *view : {&dout, &q, &k, &g, &beta, &dq, &dk, &dv, &dg, &dbeta}) PYDET_TRY(same_device(v, *view));
   const int64_t heads = v.shape[2], width = v.shape[3], groups = k.shape[2], keys = k.shape[3];
-  const int64_t of_k[] = {v.shape[0], v.shape[1], groups, keys};
-  PYDET_TRY(want_shape(k, of_k, 4));
-  PYDET_TRY(want_shape(q, of_k, 4));
-  PYDET_TRY(want_shape(g, v.shape, 3));
-  PYDET_TRY(want_shape(beta, v.shape, 3));
-  PYDET_TRY(check_number(k, "elements in a key", keys, kMostStates));
-  PYDET_TRY(check_groups(v, heads, k));
+  PYDET_TRY(check_delta(q, k, v, g, beta));
   const View *pairs[][2] = {{&v, &dout}, {&v, &dv}, {&q, &dq}, {&k, &dk}, {&g, &dg}, {&beta, &dbeta}};
   for (const auto &pair : pairs) PYDET_TRY(alike(*pair[0], *pair[1]));
   GatedDeltaBackward rule = {};
   PYDET_TRY(sequences_of(v, cu_seqlens, &words, &rule.sequences));
   const int64_t count = rule.sequences.count, of_states[] = {count, heads, keys, width};
   const View *states_given[] = {&dfinal, &initial, &dinitial};
-  PYDET_TRY(check_gradients_of_states(v, states_given, of_states));
+  PYDET_TRY(check_each_state(v, states_given, of_states));
   const View *inputs[] = {&dout, &dfinal, &q, &k, &v, &g, &beta, &initial, &words},
              *outputs[] = {&dq, &dk, &dv, &dg, &dbeta, &dinitial};
   PYDET_TRY(outputs_apart(inputs, outputs));
-  int64_t tokens = 0;
-  if (__builtin_mul_overflow(v.shape[0], v.shape[1], &tokens)) tokens = INT64_MAX;
-  PYDET_TRY(check_extents(op, count, tokens, heads, width, groups, keys, "keys"));
-  rule.workspace = delta_workspace(count, tokens, heads, width, groups, keys);
-  PYDET_TRY(place(op, options, &rule.workspace));
-  for (const View *view : inputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  for (const View *view : outputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  bool written = false;
-  for (const View *view : outputs) written |= view->present() && !view->empty();
-  if (!written) return nothing_to_write();
+  PYDET_TRY(make_room(v, count, k, "keys", delta_workspace, options, inputs, outputs, &rule.workspace));
+  if (!any_written(outputs)) return nothing_to_write();
   rule.device = v.device, rule.stream = stream;
   rule.heads = heads, rule.width = width, rule.groups = groups, rule.keys = keys;
   rule.dout = strided(dout), rule.dfinal = strided(dfinal), rule.q = strided(q), rule.k = strided(k);
@@ -276,9 +257,7 @@ pydet_status pydet_causal_conv1d_backward(void *stream, const pydet_tensor *dy_t
   for (const View *view : {&dw, &dbias}) PYDET_TRY(want_fp32(*view));
   const View *inputs[] = {&dy, &x, &w, &initial, &words}, *outputs[] = {&dx, &dw, &dbias, &dinitial};
   PYDET_TRY(outputs_apart(inputs, outputs));
-  bool written = false;
-  for (const View *view : outputs) written |= view->present() && !view->empty();
-  if (!written) return nothing_to_write();
+  if (!any_written(outputs)) return nothing_to_write();
   conv.device = x.device, conv.stream = stream;
   conv.channels = channels, conv.taps = taps;
   conv.dy = strided(dy), conv.x = strided(x), conv.w = strided(w), conv.dx = strided(dx);

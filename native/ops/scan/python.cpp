@@ -269,7 +269,7 @@ Object *call_causal_conv1d_backward(Object *, Object *const *args, intptr_t coun
   pydet_scan_backward_options options = {};
   options.struct_size = sizeof options;
   int32_t bias = 0, into_initial = 0;
-  if (!call.flag_of("bias", given.bias, &bias) || !call.flag_of("into_initial", given.into_initial, &into_initial))
+  if (!call.flag_of("bias", given.bias, &bias) || !call.flag_of("return_initial", given.into_initial, &into_initial))
     return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   const pydet_tensor &like = x->tensor;

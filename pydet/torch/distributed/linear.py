@@ -159,12 +159,8 @@ def _parallel_product(
             result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
         elif chosen() == "relay":
             result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)
-        elif first_sums():
-            if dist.get_rank(group) == 0:
-                sums = gemm(x, w, k_chunk=chunk, arithmetic=arithmetic, out_dtype=torch.float32)
-                result = sums.unsqueeze(0)
-            else:
-                result = _segment_sums(x, w, chunk, segments // world, arithmetic)
+        elif first_sums() and dist.get_rank(group) == 0:
+            result = gemm(x, w, k_chunk=chunk, arithmetic=arithmetic, out_dtype=torch.float32).unsqueeze(0)
         else:
             result = _segment_sums(x, w, chunk, segments // world, arithmetic)
         shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments of {chunk}"
@@ -173,14 +169,12 @@ def _parallel_product(
     result: Tensor = together(op, group, x.device, terms)[0]
     if world == 1:
         return result
+    chunk, count = segment_length(extent, segments, even), segments // world
     if peers is not None and chosen() == "push":
-        count = segments // world
-        chunk = segment_length(extent, segments, even)
         return _push(x, w, chunk, count, arithmetic, bias, peers, out == "shard_rows")
     if chosen() == "relay":
         if x.shape[0] * w.shape[1] == 0:
             return x.new_empty(x.shape[0], w.shape[1])
-        chunk, count = segment_length(extent, segments, even), segments // world
         if peers is None:
             return relay.relay_by_collectives(x, w, chunk, arithmetic, bias, group)
         sums = lambda rows: _segment_sums(rows, w, chunk, count, arithmetic)  # noqa: E731
