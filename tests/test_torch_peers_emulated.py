@@ -55,6 +55,10 @@ def at_once(monkey, folder):
     copies = {
         "cuMemcpyDtoH_v2": lambda to, at, size: ctypes.memmove(to, at.value, size.value),
         "cuMemsetD8_v2": lambda at, value, size: ctypes.memset(at.value, value.value, size.value),
+        "cuMemcpyDtoDAsync_v2": lambda to, at, size, stream: ctypes.memmove(to.value, at.value, size.value),
+        "cuEventCreate": lambda event, flags: None,
+        "cuEventRecord": lambda event, stream: None,
+        "cuStreamWaitEvent": lambda stream, event, flags: None,
     }
     monkey.setattr(symmetric, "driver", lambda name, *arguments: copies[name](*arguments))
     monkey.setattr(symmetric, "_find", lambda group, device: Shared.of(group, device, folder))

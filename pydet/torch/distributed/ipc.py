@@ -8,6 +8,7 @@ and 190396): there the ranks would wait for each other for ever.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -23,9 +24,14 @@ class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
+@functools.cache
+def _function(name: str) -> Any:
+    return getattr(ctypes.CDLL("libcuda.so.1"), name)
+
+
 def driver(name: str, *arguments: Any) -> None:
     """A function of the driver, which PyTorch has loaded."""
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    status = _function(name)(*arguments)
     if status:
         raise RuntimeError(f"{name}: CUDA driver error {status}")
 

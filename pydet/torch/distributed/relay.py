@@ -49,28 +49,21 @@ class _Relay:
         self.peers, self.stream, self.other = peers, stream, 1 - peers.rank
         staged = peers.staging((count,))
         self.here, self.there = staged[peers.rank], staged[self.other]
-        self.flags, self.flags_there = peers.flags()
-        self.flag = self.flags.data_ptr()
-        self.side, self.nothing = peers.side, peers.nothing
+        self.flags, flags_there = peers.flags()
+        self.flag, self.flag_there = self.flags.data_ptr(), flags_there.data_ptr()
+        self.carrier, self.nothing = peers.carrier, peers.nothing
         peers.launch(stream, self.nothing[:1], self.nothing[1])
         self.word = peers.last_word
         signed = self.word - (1 << 64) if self.word >> 63 else self.word
         self.word_here = torch.full((1,), signed, dtype=torch.int64, device=peers.device)
-        self.kept: list[Tensor] = []  # while the side stream may read it
-        self._behind(stream, self.side)
-
-    def _behind(self, first: Any, second: Any) -> None:
-        event = torch.cuda.Event()
-        first.record_event(event)
-        second.wait_event(event)
+        self.kept: list[Tensor] = [self.word_here]  # while copies may read it
 
     def bring(self, i: int, made: Tensor, to: Tensor) -> None:
-        """Copies what the stream has made to `to` in the other's memory, then slab i's word."""
+        """Copies what the stream has made to `to` in the other's memory, then slab i's word. Both are contiguous."""
         self.kept.append(made)
-        self._behind(self.stream, self.side)
-        with torch.cuda.stream(self.side):
-            to.copy_(made)
-            self.flags_there[i : i + 1].copy_(self.word_here)
+        self.carrier.follow(self.stream)
+        self.carrier.bring(made.data_ptr(), to.data_ptr(), made.numel() * made.element_size())
+        self.carrier.bring(self.word_here.data_ptr(), self.flag_there + 8 * i, 8)
 
     def wait(self, i: int) -> None:
         """Until slab i's word is here."""
@@ -82,7 +75,7 @@ class _Relay:
         self.peers.launch_awaited(self.stream, parts, out, bias, self.word, self.flag + 8 * i, self.other)
 
     def end(self) -> None:
-        self._behind(self.side, self.stream)
+        self.carrier.end(self.stream)
         self.flags.zero_()
 
 
@@ -102,7 +95,7 @@ def relay_by_peers(
     most = max(SLABS[0][1], min(MOST_ROWS, MOST_BYTES // (4 * columns)))
     for begin in range(0, rows, most):
         here = slice(begin, min(rows, begin + most))
-        with peers.turn(1) as stream:
+        with torch.cuda.device(peers.device), peers.turn(1) as stream:
             run = _first if peers.rank == 0 else _second
             run(peers, stream, x[here], w, out[here], chunk, segments, segments_of, arithmetic, bias)
     return out
@@ -150,9 +143,15 @@ def _first(
         own = _segments(brought, slab, last, segments, out.shape[1])
         relay.take(i, [sums[slab], *own.unbind()], out[slab], bias)
         relay.bring(i, out[slab], results_there[slab])
-    for i, slab in enumerate(slabs[:ends]):
-        relay.take(i, [results[slab]], out[slab])
+    for begin, end in _halves(ends):  # words come in the order of their slabs: the last of them says all
+        here = slice(slabs[begin].start, slabs[end - 1].stop)
+        relay.take(end - 1, [results[here]], out[here])
     relay.end()
+
+
+def _halves(count: int) -> list[tuple[int, int]]:
+    half = (count + 1) // 2
+    return [(begin, end) for begin, end in ((0, half), (half, count)) if begin < end]
 
 
 def _second(
