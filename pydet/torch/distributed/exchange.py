@@ -77,6 +77,8 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     on_gpu = device.type != "cpu" or peers is not None
     if world > 1 and (problem or not on_gpu or key not in known):
         if on_gpu and capturing():
+            if problem is not None:
+                raise problem
             fail(INVALID_VALUE, f"{op}: its first call is under graph capture; call it once before")
         if peers is not None:
             try:

@@ -72,8 +72,8 @@ def _shared_memory(elements: int, dtype: torch.dtype, group: Group, device: torc
 
 
 class Carrier:
-    """A stream for copies beside another stream's products, by the driver's functions: a relay makes so many of them that
-    PyTorch's, whose views, events and guards take the host ten times as long, were half of an eager step."""
+    """A stream for copies beside products, by the driver's functions: of the many small ones of a relay the host is done
+    before the device is, and with PyTorch's views, events and guards it was not."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._event = stream, ctypes.c_void_p()
@@ -366,7 +366,13 @@ class _Call:
     """The arguments of pydet_fold for tensors of some shapes and types, whose addresses are put in at each call."""
 
     def __init__(
-        self, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None, order: Order, accumulate: bool, kernel: str | None
+        self,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        bias: Tensor | None,
+        order: Order,
+        accumulate: bool,
+        kernel: str | None,
     ) -> None:
         self.alive: list[Any] = []
         self.parts = [_tensor(part, self.alive) for part in parts]
