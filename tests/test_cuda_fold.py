@@ -17,7 +17,7 @@ def test_the_kernel_is_listed():
     names = [kernel.name for kernel in cuda_kernels("fold")]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert names == ["cuda_fold", "cuda_fold_one_shot", "cuda_fold_awaited", "cuda_fold_two_shot"]
+    assert names == ["cuda_fold", "cuda_fold_one_shot", "cuda_fold_awaited", "cuda_fold_two_shot", "cuda_fold_stream"]
 
 
 @each("fold")

@@ -204,6 +204,7 @@ void wait_until(const std::function<bool()> &holds) {
   while (!holds()) pause(State::waits);
   moved = true;
 }
+void let_others() { pause(State::runs); }
 int cluster_blocks() { return cluster->blocks; }
 void arrive_at_cluster() { ++cluster->arrivals, ++fibers[current].arrivals; }
 void meet_cluster() {

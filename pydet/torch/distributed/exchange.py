@@ -40,9 +40,9 @@ from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, know
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any  # a ProcessGroup, or None for the default one
 Method: TypeAlias = Literal[
-    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push", "relay"
+    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "peer_stream", "push", "relay"
 ]
-PEER_METHODS = ("peer_one_shot", "peer_two_shot")
+PEER_METHODS = ("peer_one_shot", "peer_two_shot", "peer_stream")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
 # Of all ranks' sums: up to here one step of more bytes is faster than two of fewer, of collectives and of launches.
 SMALL_BYTES, PEER_SMALL_BYTES = 1 << 18, 1 << 21

@@ -72,7 +72,7 @@ def _shared_memory(elements: int, dtype: torch.dtype, group: Group, device: torc
 
 
 class Carrier:
-    """A stream for copies beside products, by the driver's functions: of the many small ones of a relay the host is done
+    """A stream for copies beside products, by the driver's functions: with the many of a relay the host is done
     before the device is, and with PyTorch's views, events and guards it was not."""
 
     def __init__(self, stream: Any) -> None:
