@@ -167,12 +167,14 @@ def test_rank_0_may_give_the_sum_of_its_parts(count, kernel):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_stream_folds_to_the_bits_of_one_fold(count):
-    """Of one unit a block and of several chunks, aligned and not, of one part and more; small folds between."""
-    ranks, room = Ranks(count, 16), lib.PYDET_FOLD_BLOCKS * 1024
-    for own, n in ((1, 1), (4, 7), (3, 1025), (1, 4096), (4, 2 * room + 4), (1, 9 * room + 1), (2, 17 * room - 3)):
+    """Of one unit a block, several chunks, several launches, aligned and not; small folds between."""
+    room = lib.PYDET_FOLD_BLOCKS * 1024
+    for own, n in ((1, 1), (4, 7), (3, 1025), (1, 4096), (4, 2 * room + 4), (1, 13 * room - 3)):
+        ranks = Ranks(count, own * count)
         right(ranks, random((count * own, n), seed=n), kernel=STREAM, bias=random((n,), seed=1), word=n)
-        right(ranks, random((count * own, 1025), seed=n), kernel=KERNELS[n % 2])
-    for own, n in itertools.product((3, 4), (1025, 400004, 9 * room)):
+        right(ranks, random((count, 1025), seed=n), kernel=KERNELS[n % 2])
+    ranks = Ranks(count, 4 * count)
+    for own, n in ((4, 1025), (3, 400004)):
         parts, bias = random((count * own, n), seed=n), random((n,), seed=1)
         outs = [np.full(n, 7, np.float16) for _ in range(count)]
         mine = lambda r: [pydet.fold(parts[:own])] if r == 0 else list(parts[r * own : (r + 1) * own])  # noqa: B023

@@ -26,7 +26,7 @@ WORLD = 8
 SIZES = (1, 2, 4, 8)
 SEGMENTS = 8
 COLLECTIVES = ["auto", "one_shot", "two_shot", "chain"]
-BY_PEERS = ["peer_one_shot", "peer_two_shot"]
+BY_PEERS = ["peer_one_shot", "peer_two_shot", "peer_stream"]
 MESHES = {"1x2": (2, 1), "1x4": (4, 1), "1x8": (8, 1), "2x2": (2, 2), "4x2": (2, 4)}  # TP x DP -> (dp, tp)
 TIME_LIMIT = 240
 
@@ -153,7 +153,7 @@ def sums(group):
         by_peers = [name for name in methods_of(group, 1) if name.startswith("peer")]
         for order, methods in (("ordered", ["one_shot", "two_shot", "chain"]), ("tree", ["one_shot", "halving"])):
             want = pydet.fold(parts, bias=bias, order=order, out_dtype=torch.bfloat16)
-            for method in ("auto", *methods, "two_shot", *by_peers):
+            for method in ("auto", *methods, "two_shot", *(by_peers if order == "ordered" else by_peers[:2])):
                 options = {"group": group, "bias": bias, "out_dtype": torch.bfloat16, "order": order, "method": method}
                 assert pd.all_reduce(own, **options).equal(want), f"{order} {method} {elements}"
             yield f"{order} {elements}", want
@@ -181,7 +181,7 @@ def large_sums(group):
         own = parts.chunk(world)[rank].unsqueeze(1)
         for order in ("ordered", "tree"):
             want = pydet.fold(parts.unsqueeze(1), bias=bias, order=order, out_dtype=torch.bfloat16)
-            for method in methods:
+            for method in methods if order == "ordered" else methods[:2]:
                 options = {"group": group, "bias": bias, "out_dtype": torch.bfloat16, "order": order, "method": method}
                 results = [pd.all_reduce(own, **options) for _ in range(5)]
                 assert all(x.equal(want) for x in results), f"{order} {method} {elements}"

@@ -601,25 +601,6 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
               (first - 1 + 2 * plan.chunks) | (state & kSecondArea ? 0 : kSecondArea));
 }
 
-// Of a plan with shares and slots: its chunks, where every block has room for all it is sent. By the sizes alone.
-bool plan_stream(const Fold &p, int64_t blocks, Plan *plan) {
-  const Peers &peers = p.peers;
-  int most = 0;
-  for (int rank = 0; rank < peers.ranks; ++rank) {
-    const int64_t begin = rank > 0 ? plan->first + (rank - 1) * plan->share : 0;
-    const int64_t size = (rank > 0 ? plan->share : plan->first), left = p.size > begin ? p.size - begin : 0;
-    const int64_t units = divide_up(divide_up(size < left ? size : left, kThreads * kUnit), blocks);
-    if (units * kSlot > plan->area) return false;
-    plan->units[rank] = int(units);
-    if (plan->units[rank] > most) most = plan->units[rank];
-  }
-  for (int rank = 0; rank < peers.ranks; ++rank)
-    if (int64_t(plan->before_results(rank, peers.ranks)) * kSlot > plan->area) return false;
-  plan->chunk = divide_up(most, kMostChunks);
-  plan->chunks = divide_up(most, plan->chunk);
-  return true;
-}
-
 // FNV-1a over 64-bit words.
 struct Hash {
   uint64_t value = 0xCBF29CE484222325u;
@@ -641,17 +622,8 @@ uint32_t tag_of(const Fold &p, const Plan &plan, int64_t blocks) {
 
 bool aligned(const void *data, int bytes) { return reinterpret_cast<uintptr_t>(data) % uintptr_t(bytes) == 0; }
 
-enum class Way { one_shot, two_shot, stream };
-
-int knob(const char *name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; }
-
-pydet_status launch_peers(const Fold &given, Way way) {
-  const bool two_shot = way != Way::one_shot;
-  const char *name = way == Way::stream ? "fold_stream" : two_shot ? "fold_two_shot" : "fold_one_shot";
-  DeviceGuard guard(given.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  Fold p = given;
-  if (p.peers.ranks == 0) p.peers.ranks = 1;  // without peers: this device alone
+// Who folds what, and which parts travel for it.
+Plan plan_shares(const Fold &p, bool two_shot, int64_t first_part) {
   const Peers &peers = p.peers;
   const int64_t n = peers.scatter ? p.size * peers.ranks : p.size;
   Plan plan = {};
@@ -661,27 +633,39 @@ pydet_status launch_peers(const Fold &given, Way way) {
   const bool whole = two_shot && !peers.scatter;  // shares need not be alike
   plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
   if (plan.prefix && whole && peers.ranks == 2) {
-    const int part = way == Way::stream ? knob("PYDET_STREAM_PART", 4) : 2;
-    plan.first = part ? n / (part * plan.each) / (kThreads * kUnit) * (kThreads * kUnit) : 0;
+    plan.first = first_part ? n / (first_part * plan.each) / (kThreads * kUnit) * (kThreads * kUnit) : 0;
     plan.share = n - plan.first;
   }
   plan.slots = peers.gathered ? p.count : plan.prefix ? 1 + plan.each * (peers.ranks - 1) : plan.each * peers.ranks;
-  bool by_four = (plan.first < plan.share || n % peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
+  if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
+  return plan;
+}
+
+int64_t blocks_for(const Plan &plan) {
+  const int64_t wanted = divide_up(plan.share, kThreads * kUnit);
+  return wanted < kMostBlocks ? wanted : kMostBlocks;
+}
+
+bool lies_by_four(const Fold &p, const Plan &plan, bool two_shot) {
+  const int64_t n = p.peers.scatter ? p.size * p.peers.ranks : p.size;
+  bool by_four = (plan.first < plan.share || n % p.peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
                  n % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
   for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
-  const int64_t blocks_wanted = divide_up(plan.share, kThreads * kUnit);
-  const int64_t blocks = blocks_wanted < kMostBlocks ? blocks_wanted : kMostBlocks;
-  if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
+  return by_four;
+}
+
+pydet_status launch_peers(const Fold &given, bool two_shot) {
+  const char *name = two_shot ? "fold_two_shot" : "fold_one_shot";
+  DeviceGuard guard(given.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  Fold p = given;
+  if (p.peers.ranks == 0) p.peers.ranks = 1;  // without peers: this device alone
+  const Peers &peers = p.peers;
+  Plan plan = plan_shares(p, two_shot, 2);
+  const bool by_four = lies_by_four(p, plan, two_shot);
+  const int64_t blocks = blocks_for(plan), blocks_wanted = divide_up(plan.share, kThreads * kUnit);
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
   where.overlaps_previous = true;
-  if (way == Way::stream) {
-    if (!plan_stream(p, blocks, &plan))
-      return fail(PYDET_UNSUPPORTED, "%s: %lld elements of %d parts do not fit", name, (long long)p.size,
-                  int(plan.slots));
-    plan.tag = tag_of(p, plan, blocks);
-    where.block = dim3(kThreads + 32);
-    return launch(where, by_four ? fold_stream_kernel<true> : fold_stream_kernel<false>, p, plan);
-  }
   plan.turns = 1;
   for (const int64_t wanted = divide_up(blocks_wanted, blocks); plan.turns < kMostTurns && plan.turns < wanted;) {
     if ((plan.turns + 1) * int64_t(plan.slots + peers.ranks) * kSlot > plan.area) break;
@@ -691,6 +675,44 @@ pydet_status launch_peers(const Fold &given, Way way) {
   plan.tag = tag_of(p, plan, blocks);
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
+}
+
+int knob(const char *name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; }
+
+// The plan of a stream; false where a block has no room for all it is sent. By the sizes alone.
+bool plan_stream(const Fold &p, Plan *plan) {
+  const Peers &peers = p.peers;
+  *plan = plan_shares(p, true, knob("PYDET_STREAM_PART", 4));
+  const int64_t blocks = blocks_for(*plan);
+  int most = 0;
+  for (int rank = 0; rank < peers.ranks; ++rank) {
+    const int64_t begin = rank > 0 ? plan->first + (rank - 1) * plan->share : 0;
+    const int64_t size = rank > 0 ? plan->share : plan->first, left = p.size > begin ? p.size - begin : 0;
+    const int64_t units = divide_up(divide_up(size < left ? size : left, kThreads * kUnit), blocks);
+    if (units * kSlot > plan->area) return false;
+    plan->units[rank] = int(units);
+    if (plan->units[rank] > most) most = plan->units[rank];
+  }
+  for (int rank = 0; rank < peers.ranks; ++rank)
+    if (int64_t(plan->before_results(rank, peers.ranks)) * kSlot > plan->area) return false;
+  plan->chunk = divide_up(most, kMostChunks);
+  plan->chunks = divide_up(most, plan->chunk);
+  plan->tag = tag_of(p, *plan, blocks);
+  return true;
+}
+
+// Elements of a stream's launch, of which it may take several: a bias begins anew with each. 0: they do not fit.
+int64_t elements_of_launch(const Fold &p) {
+  const bool in_rows = p.bias.data && p.bias_period < p.size;
+  const int64_t step = in_rows ? p.bias_period : kThreads * kUnit;
+  Fold some = p;
+  for (int64_t launches = 1;; ++launches) {
+    const int64_t most = divide_up(divide_up(p.size, launches), step) * step;
+    some.size = most < p.size ? most : p.size;
+    Plan plan;
+    if (plan_stream(some, &plan)) return some.size;
+    if (most <= step) return 0;
+  }
 }
 
 // ---- A rank's own parts, some of which another one brings -------------------------------------------------------------
@@ -764,12 +786,36 @@ bool fold_two_shot_takes(const Fold &p) { return !p.peers.flag; }
 bool fold_one_shot_prefers(const Fold &p) {
   return p.size * p.peers.parts_of_each(p.count) * p.peers.ranks <= kOneShotElements;
 }
-pydet_status fold_one_shot(const Fold &p) { return launch_peers(p, Way::one_shot); }
-pydet_status fold_two_shot(const Fold &p) { return launch_peers(p, Way::two_shot); }
+pydet_status fold_one_shot(const Fold &p) { return launch_peers(p, false); }
+pydet_status fold_two_shot(const Fold &p) { return launch_peers(p, true); }
 bool fold_stream_takes(const Fold &p) {
   const Peers &peers = p.peers;
-  return peers.ranks > 1 && !peers.flag && !peers.gathered && !peers.scatter && !p.tree && !p.accumulate;
+  if (peers.ranks <= 1 || peers.flag || peers.gathered || peers.scatter || p.tree || p.accumulate) return false;
+  return elements_of_launch(p) > 0;
 }
-pydet_status fold_stream(const Fold &p) { return launch_peers(p, Way::stream); }
+pydet_status fold_stream(const Fold &p) {
+  const char *name = "fold_stream";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const int64_t most = elements_of_launch(p);
+  for (int64_t at = 0; at < p.size; at += most) {
+    Fold some = p;
+    Plan plan;
+    some.size = p.size - at < most ? p.size - at : most;
+    for (int s = 0; s < p.count; ++s) some.parts[s] += at;
+    some.out.data += at * size_of(p.out.type);
+    if (p.bias.data && p.bias_period == p.size) {
+      some.bias.data += at * size_of(p.bias.type);
+      some.bias_period = some.size;
+    }
+    plan_stream(some, &plan);
+    Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks_for(plan))), dim3(kThreads + 32)};
+    where.overlaps_previous = true;
+    const bool by_four = lies_by_four(some, plan, true);
+    if (pydet_status status = launch(where, by_four ? fold_stream_kernel<true> : fold_stream_kernel<false>, some, plan))
+      return status;
+  }
+  return PYDET_OK;
+}
 
 }  // namespace pydet

@@ -14,13 +14,14 @@ method                 what it does                                             
 ``peer_one_shot``      one launch: all sums into all ranks' memory, every rank folds 4 n S        1
 ``peer_two_shot``      one launch: sums into their owner's memory, fold, results to  4 n S / W    2
                        all
+``peer_stream``        ordered: the same, each step by chunks that follow each other 4 n S / W    2
 ``relay``              of a product: rank after rank goes on with the running sum,   4 n          W
                        some rows at a time, beside the products of others
 ``push``               the product's sums are made in their owner's memory, then a   4 n S / W    2
                        launch that folds and gives the results to all
 ====================== ============================================================= ============ ==================
 
-(n elements; the all-gather of the last step brings n more elements of the result's type.) The last three need memory
+(n elements; the all-gather of the last step brings n more elements of the result's type.) The last five need memory
 that the ranks reach (:mod:`pydet.torch.distributed.symmetric`: NVIDIA GPUs of one NVLink domain), push the product too.
 """
 
@@ -197,7 +198,8 @@ def choose(
     power_of_two = world & (world - 1) == 0 and (count // world) & (count // world - 1) == 0
     can = METHODS[order] + (("halving",) if order == "tree" and power_of_two else ())
     can += ("relay",) if relays else ()
-    by_peers = PEER_METHODS + (("push",) if product else ())
+    by_peers = tuple(name for name in PEER_METHODS if order == "ordered" or name != "peer_stream")
+    by_peers += ("push",) if product else ()
     reached = peers is not None and count <= FOLD_PARTS
     size = 4 * elements * count
     if method == "auto":

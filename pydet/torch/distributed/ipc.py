@@ -24,9 +24,18 @@ class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
+_SIGNATURES = {  # of what is called often, which then takes plain numbers
+    "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
+    "cuStreamWaitEvent": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuMemcpyDtoDAsync_v2": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+}
+
+
 @functools.cache
 def _function(name: str) -> Any:
-    return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.argtypes = _SIGNATURES.get(name)
+    return function
 
 
 def driver(name: str, *arguments: Any) -> None:

@@ -76,25 +76,23 @@ class Carrier:
     before the device is, and with PyTorch's views, events and guards it was not."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self._event = stream, ctypes.c_void_p()
-        driver("cuEventCreate", ctypes.byref(self._event), ctypes.c_uint(_NO_TIMING))
+        event = ctypes.c_void_p()
+        driver("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_NO_TIMING))
+        self.stream, self._own, self._event = stream, stream.cuda_stream, event.value
 
     def follow(self, stream: Any) -> None:
         """What comes on this stream comes behind all that the other has been told."""
-        self._order(stream, self.stream)
+        driver("cuEventRecord", self._event, stream.cuda_stream)
+        driver("cuStreamWaitEvent", self._own, self._event, 0)
 
     def end(self, stream: Any) -> None:
         """The other way around."""
-        self._order(self.stream, stream)
+        driver("cuEventRecord", self._event, self._own)
+        driver("cuStreamWaitEvent", stream.cuda_stream, self._event, 0)
 
     def bring(self, source: int, to: int, size: int) -> None:
         """Copies `size` bytes from one address to another, of this device's memory or another's that it reaches."""
-        addresses = ctypes.c_uint64(to), ctypes.c_uint64(source)
-        driver("cuMemcpyDtoDAsync_v2", *addresses, ctypes.c_size_t(size), ctypes.c_void_p(self.stream.cuda_stream))
-
-    def _order(self, first: Any, second: Any) -> None:
-        driver("cuEventRecord", self._event, ctypes.c_void_p(first.cuda_stream))
-        driver("cuStreamWaitEvent", ctypes.c_void_p(second.cuda_stream), self._event, ctypes.c_uint(0))
+        driver("cuMemcpyDtoDAsync_v2", to, source, size, self._own)
 
 
 class Peers:
@@ -172,8 +170,8 @@ class Peers:
 
     @functools.cached_property
     def nothing(self) -> Tensor:
-        """A part of one element, and its sum, of folds in which ranks only meet or wait."""
-        return torch.zeros(2, 1, device=self.device)
+        """Parts of one element or two, and their sums, of folds in which ranks only meet or wait."""
+        return torch.zeros(2, 2, device=self.device)
 
     def fold(
         self,
@@ -257,7 +255,7 @@ class Peers:
         options.struct_size = ffi.sizeof("pydet_fold_options")
         options.peers = peers
         alive = [peers, options]
-        part, out = (_tensor(one, alive) for one in self.nothing)
+        part, out = (_tensor(one, alive) for one in self.nothing[:, :1])
         parts = ffi.new("const pydet_tensor *[]", [part])
         return [*alive, parts], (parts, 1, ffi.NULL, out, options)
 
@@ -392,9 +390,7 @@ class _Call:
             self.bias.data = ffi.cast("void *", bias.data_ptr())
         self.options.peers, where = peers, ffi.cast("void *", stream.cuda_stream)
         library = _native.load(constants.PYDET_EXCHANGE_CUDA)
-        library.check(
-            library.lib.pydet_fold(where, self.pointers, len(self.parts), self.bias, self.out, self.options)
-        )
+        library.check(library.lib.pydet_fold(where, self.pointers, len(self.parts), self.bias, self.out, self.options))
 
 
 _calls: dict[Any, _Call] = {}  # those that no thread is in
