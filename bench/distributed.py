@@ -550,7 +550,7 @@ def context(run):
     import pydet.torch
     import pydet.torch.distributed as pd
 
-    for tokens in (65536, 131072):
+    for tokens in LONG:
         if run.over():
             return
         leaves = [
