@@ -8,9 +8,10 @@ Parts: bits (random shapes by every method, and by all-reduces as negative contr
 examples/parallel.py, tensor times data parallel, in every shape of the ranks), row (row-parallel linear layers),
 dp (a reduce-scatter of gradients), layer (the linear layers, norms and activation of a decoder layer, at decode), step
 (forward and backward of it), whole (a layer with attention: decoding with a cache, reading, a step of training),
-context (attention of a long sequence that the ranks share), head (log-probabilities over a vocabulary that they do).
-Times are of the slowest rank: medians of replays of a CUDA graph of several calls, each on other weights. Steps,
-context and head are eager, as training is. With --json the figures are written, with a table and a plot beside.
+context (attention of a long sequence that the ranks share), experts (a mixture whose experts and tokens they share),
+head (log-probabilities over a vocabulary that they do). Times are of the slowest rank: medians of replays of a CUDA
+graph of several calls, each on other weights. Steps, context, experts and head are eager, as training is. With --json
+the figures are written, with a table and a plot beside.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from pathlib import Path
 from bench import distributed_tables
 
 SEGMENTS = 8
-PARTS = ("bits", "mesh", "row", "dp", "layer", "step", "whole", "context", "head")
+PARTS = ("bits", "mesh", "row", "dp", "layer", "step", "whole", "context", "experts", "head")
 ON_CPUS = ("bits", "mesh")
 COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot", "peer_stream")
 LAYERS = ((4096, 14336), (8192, 8192))  # N, K of row-parallel layers
@@ -582,6 +583,83 @@ def context(run):
         run.note("context", tokens=tokens, us=us, times_one=times, differ=differ)
 
 
+EXPERTS, SLOTS, EXPERT_WIDTH, EXPERT_FFN = 128, 8, 2048, 768  # a mixture of Qwen3's 30B
+
+
+def experts(run):
+    """us of a mixture's forward and of a step, experts and tokens shared by the ranks; and on one GPU alone."""
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    torch, dist, world, rank = run.torch, run.dist, run.world, run.rank
+    each = EXPERTS // world
+
+    def plain(x, index, weights, up, down):
+        """What frameworks do: rows to their ranks and back, torch._grouped_mm, and sums by index_add_."""
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=EXPERTS)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        send, receive = (t.view(world, each).sum(1).tolist() for t in (counts, theirs))
+        rows = Exchanged.apply(x[order // SLOTS], send, receive)
+        to = torch.arange(each).repeat(world).repeat_interleave(theirs).argsort(stable=True)
+        ends = theirs.view(world, each).sum(0).cumsum(0).to(torch.int32)
+        gate, value = torch._grouped_mm(rows[to], up.mT, offs=ends).chunk(2, -1)
+        made = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.mT, offs=ends)
+        made = Exchanged.apply(torch.zeros_like(made).index_copy(0, to, made), receive, send)
+        made = made * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // SLOTS, made)
+
+    class Exchanged(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, send, receive):
+            ctx.splits = receive, send
+            got = rows.new_empty(sum(receive), rows.shape[1])
+            dist.all_to_all_single(got, rows.contiguous(), receive, send)
+            return got
+
+        @staticmethod
+        def backward(ctx, dy):
+            return Exchanged.apply(dy, *ctx.splits), None, None
+
+    def ours(x, index, weights, up, down, group=None):
+        def layers(rows, ends):
+            gate, value = torch.ops.pydet.grouped_gemm(rows, up.mT, ends, None, None, "auto", None).chunk(2, -1)
+            inner = pydet.torch.swiglu(gate, value)
+            return torch.ops.pydet.grouped_gemm(inner, down.mT, ends, None, None, "auto", None)
+
+        return pd.expert_parallel(x, index, weights, layers, EXPERTS, group=group)
+
+    up = run.normal(EXPERTS, 2 * EXPERT_FFN, EXPERT_WIDTH, seed=51) * 0.02
+    down = run.normal(EXPERTS, EXPERT_WIDTH, EXPERT_FFN, seed=52) * 0.02
+    own = lambda t: t.chunk(world)[rank].contiguous()  # noqa: E731
+    for tokens in (128, 4096):
+        x, dy = (run.normal(tokens, EXPERT_WIDTH, seed=seed) for seed in (53, 54))
+        generator = torch.Generator(run.device).manual_seed(55)
+        scores, index = torch.rand(tokens, EXPERTS, generator=generator).topk(SLOTS)
+        weights, us, found = (scores / scores.sum(-1, keepdim=True)).bfloat16(), {}, {}
+        whole_input, shared_input = (x, index, weights, up, down), [own(t) for t in (x, index, weights, up, down)]
+        calls = {
+            "plain": (plain, shared_input, own(dy)),
+            "expert_parallel": (ours, shared_input, own(dy)),
+            "one GPU": (functools.partial(ours, group=run.alone), whole_input, dy),
+        }
+        for name, (call, given, gradient) in calls.items():
+            with torch.no_grad():
+                us[f"{name}, forward"] = run.timed(lambda i, c=call, g=given: c(*g), 7)
+
+            def step(i, call=call, given=given, gradient=gradient):
+                leaves = [t if t.dtype == torch.int64 else t.detach().requires_grad_() for t in given]
+                y = call(*leaves)
+                y.backward(gradient)
+                return [y.detach(), *(t.grad for t in leaves if t.requires_grad)]
+
+            us[f"{name}, step"] = run.timed(step, 5)
+            found[name] = step(0)
+        parts = zip(("y", "dx", "dweights", "dup", "ddown"), found["expert_parallel"], found["one GPU"], strict=True)
+        run.note("experts", tokens=tokens, us=us, differ={what: run.differ(a, own(b)) for what, a, b in parts})
+
+
 VOCABULARY = 128256
 
 
@@ -656,7 +734,7 @@ def rank_main(rank, given, port):
         about = {"gpu": run.torch.cuda.get_device_name(), "nccl": run.torch.cuda.nccl.version()} if given.gpus else {}
         run.note("machine", ranks=run.world, torch=run.torch.__version__, seed=given.seed, **about)
     parts = {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step, "whole": whole}
-    parts |= {"context": context, "head": head}
+    parts |= {"context": context, "experts": experts, "head": head}
     for name in given.parts:
         parts[name](run)
     differ = [count for e in run.entries for count in _counts(e.get("differ", 0))]

@@ -266,6 +266,38 @@ def along_rows(group):
     yield "log_prob dx", dx
 
 
+def mixtures(group):
+    """Experts that are shared out, over tokens that are, unevenly; one without tokens, slots without an expert."""
+    import torch
+    import torch.distributed as dist
+
+    import pydet.torch.distributed as pd
+
+    world, rank, experts = dist.get_world_size(group), dist.get_rank(group), 16
+    x, up, down, dy = tensors(6, (90, 32), (experts, 32, 24), (experts, 24, 40), (90, 40), dtype=torch.bfloat16)
+    (weights,) = tensors(7, (90, 3), dtype=torch.float32)
+    index = integers(experts - 1, (90, 3), 8)
+    index[5, 1], index[80] = -1, torch.tensor([experts, 0, experts + 7])
+    xr, dyr, ir, weights_r = (t.tensor_split(world)[rank] for t in (x, dy, index, weights))
+    xr, weights_r = xr.clone().requires_grad_(), weights_r.clone().requires_grad_()
+    own = [w.chunk(world)[rank].clone().requires_grad_() for w in (up, down)]
+
+    def layers(rows, ends):
+        for w in own:
+            rows = torch.ops.pydet.grouped_gemm(rows, w, ends, None, None, "sm90", None)
+        return rows
+
+    y = pd.expert_parallel(xr, ir, weights_r, layers, experts, group=group)
+    y.backward(dyr)
+    yield "experts", whole(y, group)
+    yield "experts dx", whole(xr.grad, group)
+    yield "experts dweights", whole(weights_r.grad, group)
+    for name, w in zip(("up", "down"), own, strict=True):
+        yield f"experts d{name}", whole(w.grad, group)
+    y = y.detach()
+    assert not whole(y, group)[80, 0].isnan() and whole(y, group).float().abs().sum() > 0
+
+
 def shared_head(group):
     """From hidden states to the log-probability over a shared vocabulary, with gradients; chunks differ by ranks."""
     import torch
@@ -691,7 +723,7 @@ def work(rank, kind, sizes, shapes, port, queue):
         for size, mesh in meshes.items():
             if rank < size:
                 group = mesh.get_group()
-                for check in (linears, shared_rows, sums, along_rows, shared_head, together, styles):
+                for check in (linears, shared_rows, sums, along_rows, mixtures, shared_head, together, styles):
                     note(size, check(group))
                 if kind == "cuda":
                     note(size, large_sums(group))

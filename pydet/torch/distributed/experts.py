@@ -62,7 +62,7 @@ def expert_parallel(
         index: ``[T, slots]``, int64: the experts of each token. One that is none adds nothing.
         weights: ``[T, slots]``: what each expert's result is multiplied with.
         experts: makes the rows ``[R, H]`` of this rank's E / W experts, sorted by expert, into results ``[R, ...]``; it
-            also gets where each expert's rows end, int32 ``[E / W]``: what :func:`pydet.torch.grouped_gemm` takes.
+            also gets where each expert's rows end, int32 ``[E / W]``: what ``torch.ops.pydet.grouped_gemm`` takes.
             It is called on every rank, also for no rows.
         num_experts: E, of all ranks; a multiple of their number.
         group: a process group, the default one if None.
