@@ -39,8 +39,6 @@
 // 132 multiprocessors, of which NCCL's kernels, which wait too, take 16 to 32. Two others leave four. So two folds may run
 // at a time beside anything, and pydet.torch.distributed sees to it that no more do (symmetric.py, Turns).
 
-#include <cstdlib>
-
 #include "gpu/any/fold.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/signals.h"
@@ -453,6 +451,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 // it has. But no signal goes out beyond the first before the other rank's first one is there, with the right tag: whoever
 // reads a later number knows, as in the rounds above, that the ranks agree.
 constexpr int kMoving = kThreads / 32, kMostChunks = 8;
+constexpr int kStreamPart = 4;  // of rank 0's share, of two: 1 / (kStreamPart each) of all
+constexpr int kTogether = 8;  // parts that are loaded before the first of them is added
 
 template <bool by_four>
 __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
@@ -520,18 +520,42 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
         const int64_t its_begin = plan.begin_of(to), its_end = plan.end_of(to, n);
         const int first_of_mine = slot < plan.first_slot(to) ? slot : slot - (plan.slots - sent);
         char *const slots = peers.memory[to] + area + first_of_mine * int64_t(kSlot) + at_slot;
-#pragma unroll 4
-        for (int unit = c * plan.chunk; unit < ends(c, to); ++unit) {
+        const auto part = [&](int s, int64_t at) { return load_own(p.parts[s], at, its_end, by_four); };
+        const int last = ends(c, to);
+        if (p.count == 1) {
+          for (int unit = c * plan.chunk; unit < last; unit += kAhead) {
+            Elements<4> v[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+              const int64_t at = its_begin + element(unit + i);
+              if (unit + i < last && at < its_end) v[i] = part(0, at);
+            }
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+              if (unit + i < last && its_begin + element(unit + i) < its_end)
+                store_elements(slots + int64_t(unit + i) * sent * kSlot, v[i]);
+          }
+          continue;
+        }
+        for (int unit = c * plan.chunk; unit < last; ++unit) {
           const int64_t at = its_begin + element(unit);
           if (at >= its_end) break;
-          const auto part = [&](int s) { return load_own(p.parts[s], at, its_end, by_four); };
           char *const its = slots + int64_t(unit) * sent * kSlot;
-          if (plan.prefix && rank == 0) {
-            store_elements(its, p.count == 1 ? part(0) : ordered(p.count, part, Elements<4>{}));
-            continue;
+          const bool sums = plan.prefix && rank == 0;
+          Elements<4> sum = {};
+          for (int s = 0; s < p.count; s += kAhead) {
+            Elements<4> v[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+              if (s + i < p.count) v[i] = part(s + i, at);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+              if (s + i >= p.count) continue;
+              if (sums) sum = sum_of(sum, v[i]);
+              else store_elements(its + (s + i) * kSlot, v[i]);
+            }
           }
-#pragma unroll 4
-          for (int s = 0; s < p.count; ++s) store_elements(its + s * kSlot, part(s));
+          if (sums) store_elements(its, sum);
         }
       }
       is_done(c);
@@ -541,16 +565,27 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
     const int sent = plan.sent_to(rank), own_first = plan.first_slot(rank), folded = sent + p.count;
     for (int c = 0; met && c < plan.chunks; ++c) {
       if (!(met = told(first + c))) break;
-#pragma unroll 2
       for (int unit = c * plan.chunk; unit < ends(c, rank); ++unit) {
         const int64_t at = begin + element(unit);
         if (at >= end) break;
         const char *const slots = peers.memory[rank] + area + int64_t(unit) * sent * kSlot + at_slot;
+        // By address, so that loads do not wait for each other behind branches.
         const auto part = [&](int s) {
-          if (unsigned(s - own_first) < unsigned(p.count)) return load_own(p.parts[s - own_first], at, end, by_four);
-          return load_elements<4>(reinterpret_cast<const float *>(slots + (s < own_first ? s : s - p.count) * kSlot));
+          const bool own = unsigned(s - own_first) < unsigned(p.count);
+          if (own && !by_four) return load_own(p.parts[s - own_first], at, end, by_four);
+          const char *const brought = slots + (s < own_first ? s : s - p.count) * kSlot;
+          return load_elements<4>(own ? p.parts[s - own_first] + at : reinterpret_cast<const float *>(brought));
         };
-        Elements<4> sum = ordered(folded, part, Elements<4>{});
+        Elements<4> sum = {};
+        for (int s = 0; s < folded; s += kTogether) {
+          Elements<4> v[kTogether];
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (s + i < folded) v[i] = part(s + i);
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (s + i < folded) sum = sum_of(sum, v[i]);
+        }
         if (p.bias.data) {
           int64_t column = at % p.bias_period;
           for (int e = 0; e < kUnit; ++e) {
@@ -576,19 +611,25 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
         const int64_t its_begin = plan.begin_of(from), its_end = plan.end_of(from, n);
         const char *const results = peers.memory[rank] + area + int64_t(plan.before_results(rank, from)) * kSlot +
                                     int64_t(threadIdx.x) * kUnit * size_of(p.out.type);
-#pragma unroll 2
-        for (int unit = c * plan.chunk; unit < ends(c, from); ++unit) {
-          const int64_t at = its_begin + element(unit);
-          if (at >= its_end) break;
-          const char *const its = results + int64_t(unit) * kSlot;
-          uint4 words;
-          if (p.out.type == Type::f32) {
-            words = *reinterpret_cast<const uint4 *>(its);
-          } else {
-            const uint2 two = *reinterpret_cast<const uint2 *>(its);
-            words = make_uint4(two.x, two.y, 0, 0);
+        const int last = ends(c, from);
+        for (int unit = c * plan.chunk; unit < last; unit += kAhead) {
+          uint4 words[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            if (unit + i >= last || its_begin + element(unit + i) >= its_end) continue;
+            const char *const its = results + int64_t(unit + i) * kSlot;
+            if (p.out.type == Type::f32) {
+              words[i] = *reinterpret_cast<const uint4 *>(its);
+            } else {
+              const uint2 two = *reinterpret_cast<const uint2 *>(its);
+              words[i] = make_uint4(two.x, two.y, 0, 0);
+            }
           }
-          store_own(p.out.data, p.out.type, at, its_end, by_four, words);
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const int64_t at = its_begin + element(unit + i);
+            if (unit + i < last && at < its_end) store_own(p.out.data, p.out.type, at, its_end, by_four, words[i]);
+          }
         }
       }
     }
@@ -633,7 +674,7 @@ Plan plan_shares(const Fold &p, bool two_shot, int64_t first_part) {
   const bool whole = two_shot && !peers.scatter;  // shares need not be alike
   plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
   if (plan.prefix && whole && peers.ranks == 2) {
-    plan.first = first_part ? n / (first_part * plan.each) / (kThreads * kUnit) * (kThreads * kUnit) : 0;
+    plan.first = n / (first_part * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
     plan.share = n - plan.first;
   }
   plan.slots = peers.gathered ? p.count : plan.prefix ? 1 + plan.each * (peers.ranks - 1) : plan.each * peers.ranks;
@@ -677,12 +718,10 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
 }
 
-int knob(const char *name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; }
-
 // The plan of a stream; false where a block has no room for all it is sent. By the sizes alone.
 bool plan_stream(const Fold &p, Plan *plan) {
   const Peers &peers = p.peers;
-  *plan = plan_shares(p, true, knob("PYDET_STREAM_PART", 4));
+  *plan = plan_shares(p, true, kStreamPart);
   const int64_t blocks = blocks_for(*plan);
   int most = 0;
   for (int rank = 0; rank < peers.ranks; ++rank) {

@@ -206,7 +206,13 @@ def choose(
         if reached and relays and prefers_relay:
             return "relay"
         if reached:
-            return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"
+            return (
+                "peer_one_shot"
+                if size <= PEER_SMALL_BYTES
+                else "peer_stream"
+                if order == "ordered"
+                else "peer_two_shot"
+            )
         if size <= SMALL_BYTES:
             return "one_shot"
         return "halving" if "halving" in can else "two_shot"
@@ -331,7 +337,8 @@ def reduce_sums(
         assert peers is not None
         peers.reserve(count)
         out = sums.new_empty(shape, dtype=out_dtype)
-        kernel = None if rows else f"cuda_fold_{name.removeprefix('peer_')}"
+        named = method != "auto" and not rows
+        kernel = f"cuda_fold_{name.removeprefix('peer_')}" if named else None
         return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel, first_sums=first_sums)
     if rows:
         return _own_part(sums, group, bias, out_dtype, order).view(shape)
