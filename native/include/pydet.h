@@ -263,7 +263,8 @@ PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, co
  *   scale = max(amax, 1e-10) / L,   out = x / scale, clamped to [-L, L], to nearest even;   L is the largest of out's type
  *
  * A true division; amax is the largest |x| of what shares the scale. x [..., M, K], fp32, bf16 or fp16; out like it,
- * e4m3fn or e5m2; one of the last two strides of each is 1. scale, of a type and strides that pydet_scaled_gemm takes:
+ * e4m3fn or e5m2; one of the last two strides of each is 1. scale, of a type and strides that pydet_scaled_gemm takes
+ * (of e8m0fnu powers of two):
  *   ROW     [..., M, 1]               GROUP  [..., M, ceil(K/128)], 128 along k
  *   TENSOR  []                        BLOCK  [..., ceil(M/128), ceil(K/128)], 128 x 128
  * transposed and transposed_scale, both or neither NULL: what the call would give of x transposed, [..., K, M]; GROUP
@@ -291,8 +292,8 @@ PYDET_API pydet_status pydet_quantize(void *stream, const pydet_tensor *x, const
  * In fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, elements of a row adjacent, rows
  * anywhere, with at most three strides left once dimensions are merged. y like x. rstd NULL or [...] fp32, contiguous.
  * weight NULL (1), [N], or [H, N] beside x [..., H, N]; bias NULL (0) or like weight; either of any of the three types.
- * A head has the bits of a call on it alone. residual NULL or like x, or fp32: then sum, like residual, receives x +
- * residual rounded to its type, and is what is normalised. */
+ * A head has the bits of a call on it alone, its dweight and dbias too. residual NULL or like x, or fp32: then sum, like
+ * residual, receives x + residual rounded to its type, and is what is normalised. */
 typedef struct pydet_rmsnorm_options {
   uint32_t struct_size;
   float eps;           /* not negative; 1e-6 if options is NULL */
@@ -645,9 +646,9 @@ PYDET_API pydet_status pydet_activation_backward(void *stream, const pydet_tenso
  * v and o [batch, tokens, heads, width] of one type; q and k [batch, tokens, groups, keys]; g and beta [batch, tokens,
  * heads]; initial and final [sequences, heads, keys, width] fp32, either NULL.
  *
- * causal_conv1d: of each channel y[t] = the sum over the taps of w[j] x[t - taps + 1 + j], and bias x and y [batch,
- * tokens, channels] of one type; w [channels, taps]; bias [channels] or NULL; initial [sequences, taps - 1, channels]
- * of x's type or NULL: what lies before a sequence, which is +0 else.
+ * causal_conv1d: of each channel y[t] = the sum over the taps of w[j] x[t - taps + 1 + j], and bias
+ * x and y [batch, tokens, channels] of one type; w [channels, taps]; bias [channels] or NULL; initial [sequences,
+ * taps - 1, channels] of x's type or NULL: what lies before a sequence, which is +0 else.
  *
  * Operands are fp32, bf16 or fp16, each its own where nothing else is said, of any strides; states and keys up to 512
  * elements, taps up to 64. cu_seqlens NULL, or [sequences + 1] in int32 or int64, contiguous, for a batch of 1:
@@ -924,27 +925,28 @@ PYDET_API pydet_status pydet_scaled_grouped_gemm(void *stream, const pydet_tenso
 enum { PYDET_ORDERED = 0, PYDET_TREE = 1 };
 enum { PYDET_FOLD_PARTS = 64 };
 
-/* The ranks of one fold, a device each, in one launch: parts are this rank's, D folds all ranks' parts, rank 0's first,
- * and out is the same on every rank, with the bits of one fold of them all. Every rank makes the same calls in the same
- * order with the same counts (but see first_sums), shapes, types and options: a rank waits on its device until the
- * others have come. CUDA only. memory: of each rank, reached by all the others, at multiples of 16 bytes; its first
- * PYDET_FOLD_SIGNALS bytes are zeros before the first call, the rest may hold anything; used by one sequence of calls,
- * with one memory_size, which is at least PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. The last 8
- * PYDET_FOLD_RANKS bytes of the signals are the word of each rank's latest call. On a device no more than two folds may
- * run at a time, on memory of their own; a fold has a block for each 1024 elements of a rank's share, PYDET_FOLD_BLOCKS
- * at most, and those of many small folds count as one. fault: NULL, or PYDET_FOLD_FAULT words, zeros before, that the
- * device writes and the host reads when it likes: why a fold was not finished. What it lacks of out is NaN, and so is
- * all of out of each later fold on this memory, on any rank, until the host has waited for all ranks' devices, zeroed
- * the words and the signals of all, and waited for that. [0] is
+/* The ranks of one fold, a device each, in one launch: parts are this rank's, D folds all ranks' parts, rank 0's first, and
+ * out is the same on every rank, with the bits of one fold of them all. Every rank makes the same calls in the same order
+ * with the same counts (but see first_sums), shapes, types and options: a rank waits on its device until the others have
+ * come. CUDA only.
+ * memory: of each rank, reached by all the others, at multiples of 16 bytes; its first PYDET_FOLD_SIGNALS bytes are zeros
+ * before the first call, the rest may hold anything; used by one sequence of calls, with one memory_size, which is at least
+ * PYDET_FOLD_SIGNALS + (all ranks' parts + ranks) PYDET_FOLD_ROOM. The last 8 PYDET_FOLD_RANKS bytes of the signals are the
+ * word of each rank's latest call. On a device no more than two folds may run at a time, on memory of their own; a fold has
+ * a block for each 1024 elements of a rank's share, PYDET_FOLD_BLOCKS at most, and those of many small folds count as one.
+ * fault: NULL, or PYDET_FOLD_FAULT words, zeros before, that the device writes and the host reads when it likes: why a fold
+ * was not finished. What it lacks of out is NaN, and so is all of out of each later fold on this memory, on any rank, until
+ * the host has waited for all ranks' devices, zeroed the words and the signals of all, and waited for that. [0] is
  *   PYDET_FOLD_DISAGREES   rank [1] came with other sizes, counts, types, options or another word
  *   PYDET_FOLD_LATE        rank [1] did not come in timeout_ms; this rank itself: another fold on its memory did not end
  *   PYDET_FOLD_LEFT        rank [1] waited longer than that, for this rank or another
- * Without it such a fold ends with an error of its device, which is lost to the process. first_sums: rank 0 gives one
- * part, the sum of its own as many, as a product with k_chunk makes it. ORDERED, neither gathered nor under accumulate.
- * flag: this rank alone folds its own parts, and exchanges nothing: rank `from` brings some of them and then, behind
- * them on its stream, puts word at flag, which was 0. Until then the device waits, for timeout_ms, or until the ranks
- * have failed: then out is NaN. ORDERED, not under accumulate. One part alone may have out's type: it is what was made
- * elsewhere, and is copied, or is out itself, which stays as it is where the word comes. */
+ * Without it such a fold ends with an error of its device, which is lost to the process.
+ * first_sums: rank 0 gives one part, the sum of its own as many, as a product with k_chunk makes it. ORDERED, neither gathered
+ * nor under accumulate.
+ * flag: this rank alone folds its own parts, and exchanges nothing: rank `from` brings some of them and then, behind them on
+ * its stream, puts word at flag, which was 0. Until then the device waits, for timeout_ms, or until the ranks have failed:
+ * then out is NaN. ORDERED, not under accumulate. One part alone may have out's type: it is what was made elsewhere, and is
+ * copied, or is out itself, which stays as it is where the word comes. */
 enum { PYDET_FOLD_RANKS = 16, PYDET_FOLD_SIGNALS = 1 << 17, PYDET_FOLD_ROOM = 3 << 20 };
 enum { PYDET_FOLD_BLOCKS = 128, PYDET_FOLD_FAULT = 2 };
 enum { PYDET_FOLD_DISAGREES = 1, PYDET_FOLD_LATE = 2, PYDET_FOLD_LEFT = 3 };
