@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 // reads a later number knows, as in the rounds above, that the ranks agree.
 constexpr int kMoving = kThreads / 32, kMostChunks = 8;
 constexpr int kStreamPart = 4;  // of rank 0's share, of two: 1 / (kStreamPart each) of all
-constexpr int kTogether = 8;  // parts that are loaded before the first of them is added
+constexpr int kTogether = 8;    // parts that are loaded before the first of them is added
 
 template <bool by_four>
 __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
