@@ -235,7 +235,7 @@ bool softmax_adjacent_takes(const Softmax &);
 bool softmax_adjacent_prefers(const Softmax &);
 pydet_status softmax_adjacent(const Softmax &);
 
-// nvidia/softmax_backward_staged.cu
+// nvidia/softmax_staged.cu
 bool softmax_backward_staged_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_staged(const SoftmaxBackward &);
 bool softmax_backward_cluster_takes(const SoftmaxBackward &);

@@ -355,9 +355,8 @@ template <class P, Type type, int T, int W, int V, int R, bool residual> Held<P>
   if constexpr (kFewestTeams * kRing + kExchanges <= kMostSharedBytes)
     kernel = norm_backward_kernel<P, type, T, W, V, R, residual>;
   return {kernel,
-          {"norm_backward_held", static_cast<gpu_stream>(p.stream),
-           dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
-           teams * kRing + kExchanges + sum_bytes},
+          blocks_of("norm_backward_held", p, unsigned(divide_up(p.rows, chains * kDweightChainRows)), T * teams,
+                    teams * kRing + kExchanges + sum_bytes),
           S::kSumBytes + int(sizeof(uint64_t))};
 }
 
@@ -381,7 +380,6 @@ template <class P> bool fits(const P &p, int chains) {
 template <class P> pydet_status backward_held(const P &p, int chains, bool clustered = false) {
   return with_sums_over_rows("norm_backward_held", p, clustered ? kGroupChains : chains, [&] {
     Held<P> one = held(p, chains);
-    one.where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
     if (clustered && (p.dweight.data || p.dbias.data)) {
       one.where.cluster = kClusterBlocks;
       one.where.grid.x = unsigned(divide_up(p.rows, kDweightGroupRows) * kClusterBlocks);
@@ -405,8 +403,8 @@ template <class P> pydet_status by_groups(const P &p) {
 }
 
 // Chains fill the device better where there are not enough groups, and groups that all start at once move in step; else
-// the chains' partials are a burden. Measured on an H100, us, RMSNorm by chains, by clusters and by groups: 36538x520 57,
-// 61, 68, 9881x4112 115, -, 158, but 143657x624 230, 219, 225, 138533x888 306, 272, 272, 22305x4984 281, -, 263.
+// the chains' partials are a burden: on an H100 (tools/rows_sweep.py) 36538x520 takes 57 us by chains and 68 by groups,
+// 138533x888 306 and 272.
 template <class P> bool prefers_chains(const P &p) {
   if (!p.dweight.data && !p.dbias.data) return true;
   if (p.n > 512 && p.n <= 1280 && p.rows <= 40'000) return true;
