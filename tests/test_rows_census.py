@@ -24,7 +24,6 @@ RARE = {
     "cuda_rmsnorm_backward_general": "weights of heads, biases, rows that no other takes",
     "cuda_layernorm_backward_general": "rows that no other takes",
     "cuda_softmax_adjacent": "183898x145 in 51 us, and in 95 by the next one",
-    "cuda_softmax_head": "what no other takes: log_prob beside its gradient, slabs",
     "cuda_softmax_long": "rows that no other takes",
     "cuda_softmax_backward_long": "rows that no other takes",
 }

@@ -66,7 +66,8 @@ __device__ __forceinline__ void load_scales(const Vector &weight, float offset, 
 
 // A team of T threads with V vectors each; 0: for rows of any length.
 template <int team, int vectors> struct GeneralTeam {
-  static constexpr int T = team, V = vectors, kHolds = T * V * kVector;
+  static constexpr int T = team, V = vectors;
+  static constexpr int holds() { return T * V * kVector; }
 };
 template <class F> pydet_status with_general_team(int64_t n, const F &f) {
   return with_first<GeneralTeam<8, 1>, GeneralTeam<16, 1>, GeneralTeam<32, 1>, GeneralTeam<128, 2>, GeneralTeam<256, 4>,

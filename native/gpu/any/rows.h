@@ -311,13 +311,14 @@ __device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange
 
 // A team of T threads with V vectors of W elements each, R rows at a time.
 template <int team, int elements, int vectors, int rows> struct RowShape {
-  static constexpr int T = team, W = elements, V = vectors, R = rows, kHolds = T * W * V;
+  static constexpr int T = team, W = elements, V = vectors, R = rows;
+  static constexpr int holds() { return T * W * V; }
 };
 
 // Calls f with the first of these shapes that holds a row of n, or with the last of them.
 template <class Shape, class... More, class F> auto with_first(int64_t n, const F &f) {
   if constexpr (sizeof...(More) > 0)
-    if (n > Shape::kHolds) return with_first<More...>(n, f);
+    if (n > Shape::holds()) return with_first<More...>(n, f);
   return f(Shape{});
 }
 

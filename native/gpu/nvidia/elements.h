@@ -208,7 +208,8 @@ __device__ __forceinline__ void store_dx(const P &p, const RowIndex &row, const 
 
 // A team of T threads with V elements each, of which the first F are always the row's.
 template <int team, int elements, int full> struct Singles {
-  static constexpr int T = team, V = elements, F = full, kHolds = T * V;
+  static constexpr int T = team, V = elements, F = full;
+  static constexpr int holds() { return T * V; }
 };
 
 // Calls f with a team that holds a row of n.

@@ -324,8 +324,10 @@ pydet_status rmsnorm_backward_apart(const RmsNormBackward &p) { return backward_
 
 bool layernorm_backward_apart_takes(const LayerNormBackward &p) { return takes(p); }
 
-// Of few rows, as RMSNorm's; of whole ones more, where they are long.
+// Of few rows, as RMSNorm's; of whole ones more, where they are long: of over 8192 columns no ring has room for two sums (on
+// an H200, tools/rows_sweep.py, 403x16160 takes 26 us and held in registers 44, 1382x12896 83 and 91, 2855x14696 180 and 176).
 bool layernorm_backward_apart_prefers(const LayerNormBackward &p) {
+  if (rows_whole(p) && p.n > 8192) return p.rows <= 1400;
   constexpr int64_t kMostBytes = 12 << 20;  // of x
   return p.rows <= (rows_whole(p) && p.n > 1024 ? 2048 : 1024) && p.rows * p.n * size_of(p.x.type) <= kMostBytes;
 }

@@ -401,7 +401,7 @@ bool rmsnorm_backward_staged_prefers(const RmsNormBackward &p) { return many_ele
 pydet_status rmsnorm_backward_staged(const RmsNormBackward &p) { return backward_staged("rmsnorm_backward_staged", p); }
 bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return staged_takes(p); }
 bool layernorm_backward_staged_prefers(const LayerNormBackward &p) {
-  return (!rows_whole(p) || p.n > 8192) && many_elements(p.rows, p.n);
+  return (!rows_whole(p) || (p.n > 8192 && p.rows > 1400)) && many_elements(p.rows, p.n);
 }
 pydet_status layernorm_backward_staged(const LayerNormBackward &p) {
   return backward_staged("layernorm_backward_staged", p);

@@ -192,7 +192,7 @@ constexpr int64_t kMostRows = int64_t(1) << 27;
 
 template <int blocks, int elements, int vectors, int shared, int at_once> struct Spread {
   static constexpr int C = blocks, W = elements, V = vectors, S = shared, kAtOnce = at_once, T = kRowLanes / (W * C);
-  static constexpr int kHolds = V * kRowLanes;
+  static constexpr int holds() { return V * kRowLanes; }
 };
 constexpr int64_t kLongest = 76 * kRowLanes;
 

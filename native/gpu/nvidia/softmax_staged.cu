@@ -307,7 +307,8 @@ inline bool rows_fit(int parts, int64_t n, Type type, int sharing, int device) {
 int64_t bytes_of_row(const Softmax &p) { return bytes_of_staged(p.n, p.x.type); }
 
 template <int team, int elements> struct Turn {
-  static constexpr int T = team, K = elements, kHolds = T * K;
+  static constexpr int T = team, K = elements;
+  static constexpr int holds() { return T * K; }
 };
 
 constexpr int64_t kLongestOfTeam = 16384;
