@@ -211,11 +211,11 @@ bool softmax_head_takes(const Softmax &p) {
   return rows_whole(p) && p.n > kShortest;
 }
 
-// What no other kernel takes; and long rows, which softmax_spread, or where they are few softmax_cluster, make slower: on an
-// H200 (tools/rows_sweep.py) 65x45712 takes 9.9 us here and 15.5 there, 1802x72248 294 and 351, 5x88240 8.2 and 8.7, but
-// 15x24672 5.1 and 4.5.
+// What no other kernel takes; and long rows, which softmax_spread, or where they are few softmax_cluster, make slower: on
+// an H200 (tools/rows_sweep.py) 65x45712 takes 9.9 us here and 15.5 there, 1802x72248 294 and 351, 21x67608 8.6 and 11.4,
+// but 15x24672 5.1 and 4.5.
 bool softmax_head_prefers(const Softmax &p) {
-  return p.log_prob.data || p.slabs.columns || p.rows > 24 || p.n > 64 * kRowLanes;
+  return p.log_prob.data || p.slabs.columns || p.rows > 24 || p.n > 16 * kRowLanes;
 }
 
 pydet_status softmax_head(const Softmax &p) {
