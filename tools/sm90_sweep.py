@@ -125,7 +125,7 @@ def depth(problem):
 
 
 def near(problem, kernels, within, also):
-    """Those that are predicted to take up to `within` times as long as the fastest, and whose names `also` is found in."""
+    """Those that are predicted to take up to `within` times as long as the fastest, or that `also` is found in."""
     a, b, _ = operands(problem, partial(torch.empty, device="meta"))
     extents = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1], "k_chunk": problem.k_chunk}
     extents |= {"a_k_adjacent": a.stride(1) == 1, "b_k_adjacent": b.stride(0) == 1}
