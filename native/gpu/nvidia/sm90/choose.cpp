@@ -68,6 +68,14 @@ double line_of(const Sm90Operand &operand) {
   return bytes % 128 == 0 ? 1.75 : bytes % 64 == 0 ? 2.2 : bytes % 32 == 0 ? 2.45 : 3.3;
 }
 
+// Products of many waves run at the card's power limit, where time is energy. A warpgroup that makes n columns reads 64 + n
+// rows of shared memory for 64 n products: so much longer than at n = 256 does a full wave take. Of an H200, 22 products
+// of 513 to 7,353 rows, each of up to nine tiles repeated for 0.1 s.
+double heat_of(const Sm90Tile &tile) {
+  constexpr double kHeat = 6, kCool = 256;
+  return 1 + kHeat * (1.0 / tile.n - 1 / kCool);
+}
+
 // Of the problem as the tile sees it, in nanoseconds. tools/sm90_fit.py has the same terms.
 double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int clusters, double multiprocessors) {
   constexpr int kFew = 96;
@@ -79,7 +87,8 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
   const double stages = e.chunk ? double(divide_up(e.chunk, kBlockK)) * e.k / e.chunk : double(divide_up(e.k, kBlockK));
   const double memory = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches / 1024;
   const double blocks = double(divide_up(e.m, tile.m)) * divide_up(e.n, tile.n) * e.batches;
-  double time = stages * (full * rate.full + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once;
+  double time =
+      stages * (full * rate.full * heat_of(tile) + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once;
   double element_rate = rate.memory + rate.idle * (1 - blocks / (tiles * tile.cluster()));
   if (blocks < multiprocessors) element_rate += rate.unfilled * (1 - blocks / multiprocessors);
   if (e.m <= kFew || e.n <= kFew) time += stages * rate.few_stage + rate.few_once, element_rate += rate.few_memory;
