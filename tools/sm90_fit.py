@@ -146,7 +146,8 @@ def describe(what, regret):
     print(f"{what}: chosen over best, geometric mean {mean:.4f}, worst {worst}, {len(regret)} problems")
 
 
-HEAD = """// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100 and, of large tiles, of an H200 at its power limit, and wrote this file.
+HEAD = """// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100, of large tiles to those of an H200 at
+// its power limit, and wrote this file.
 #pragma once
 
 namespace pydet {

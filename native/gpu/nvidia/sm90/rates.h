@@ -1,4 +1,5 @@
-// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100 and, of large tiles, of an H200 at its power limit, and wrote this file.
+// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100, of large tiles to those of an H200 at
+// its power limit, and wrote this file.
 #pragma once
 
 namespace pydet {
