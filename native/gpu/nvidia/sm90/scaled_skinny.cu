@@ -357,7 +357,7 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
 // every SM, or for every two of them where each has half of the rows; where there are several, those that leave the
-// fewest idle, and of as many one that is twice as wide (an H200: 20x12096x640 6.9 us, 9.2). 0: a tile of scaled_tiles.cu. Where rows of k do not begin lines of the L2, these are faster, since they
+// fewest idle, of as many the widest (an H200: 20x12096x640 6.9 us, 9.2 by half as many columns). 0: a tile of scaled_tiles.cu. Where rows of k do not begin lines of the L2, these are faster, since they
 // read b for all rows at once.
 int fastest_columns_of_e4m3(const ScaledGemm &g) {
   const int64_t sms = gpu_multiprocessors(g.device.id), width = divide_up(g.n, g.m > kWarpgroupRows ? sms / 2 : sms);
@@ -375,8 +375,9 @@ int fastest_columns_of_e4m3(const ScaledGemm &g) {
   if (g.m > kWarpgroupRows) return 0;
   int best = 48;
   for (int columns : {64, 96})
-    if (divide_up(divide_up(g.n, columns), sms) * columns < divide_up(divide_up(g.n, best), sms) * best) best = columns;
-  return width <= 96 && best == 48 ? 96 : best;
+    if (divide_up(divide_up(g.n, columns), sms) * columns <= divide_up(divide_up(g.n, best), sms) * best)
+      best = columns;
+  return best;
 }
 
 bool of_e4m3(const ScaledGemm &g) { return g.a.type == Type::e4m3 && g.b.type == Type::e4m3; }
