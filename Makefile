@@ -3,6 +3,7 @@
 # make cpu        only pydet/libpydet_cpu.so
 # make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/raw/
 # make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
+# make cuda-kernels  all kernels that are not Hopper's alone for each of ARCHS (80 86 89 100 120): that none spills
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS;
@@ -230,6 +231,10 @@ COMPRESS ?= size
 NVCCFLAGS := -std=c++17 -O1 --fmad=false --compress-mode=$(COMPRESS) -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(HARDENED) $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
+# Of kernels named here, or `all`, code that is quickly made, slow and may spill: that it compiles is seen in a third of
+# the time. MAKES=-cubin: the device's half alone.
+QUICK ?=
+MAKES ?= -c
 $(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
 # What 90a adds to 90 only sm90/ uses: elsewhere that PTX is Hopper's SASS too, the same to the bit, in one pass less.
@@ -314,15 +319,27 @@ $(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): $(BUILD)/gpu/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP $(MAKES) $< -o $@
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP $(MAKES) $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -MMD -MP $(MAKES) $< -o $@
+
+QUICKLY := $(if $(filter all,$(QUICK)),$(filter-out nvidia/sm90/%,$(CUDA_KERNELS)),$(QUICK))
+$(QUICKLY:%=$(BUILD)/gpu/%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS)) --Ofast-compile=max
+
+# Every kernel outside sm90/ for each of ARCHS, linked to nothing: that it compiles, and spills where make cuda lets it
+# alone. CI makes those of sm_80 that are other code than sm_90's, quickly.
+ARCHS ?= 80 86 89 100 120
+.PHONY: cuda-kernels
+cuda-kernels: $(ARCHS:%=cuda-kernels-%)
+cuda-kernels-%:
+	@$(MAKE) --no-print-directory BUILD='$(BUILD)/sm_$*' GENCODE='$(call gencode,$*)' MAKES=-cubin \
+	  $(patsubst %,'$(BUILD)/sm_$*/gpu/%.o',$(filter-out nvidia/sm90/%,$(CUDA_KERNELS)))
 
 -include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d)
 
