@@ -9,6 +9,7 @@
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS;
 #                 GPU_WORKERS: in how many processes the tests run (one, without pytest-xdist), on all GPUs
 # make stress     on a machine with a GPU, after make cuda: mixed calls of all kernels for SECONDS (60), none may differ
+# make numbers    Hopper's exponential of all 2^32 numbers against its recorded hash; make test takes every 251st
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
 # make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
@@ -101,7 +102,12 @@ HOST := $(call named,core/* entry/* entry/*/* ops/*/*) $(addprefix cpu/,backend 
 SLOW := $(addprefix cpu/,attention gemm_ieee rmsnorm attention_backward layernorm)
 KERNELS := $(SLOW) $(filter-out $(HOST) $(SLOW),$(call named,cpu/*))
 VECTOR := $(filter-out scalar,$(ISAS))
-SHARED := $(foreach kernel,$(KERNELS),$(VECTOR:%=$(BUILD)/$(kernel).%.o)) $(patsubst %,$(BUILD)/%.o,$(KERNELS:=.scalar) $(HOST))
+# With SANITIZE, instruction sets whose kernels are not made anew: their objects are those of the build in PLAIN_BUILD.
+PLAIN ?=
+PLAIN_BUILD ?= build
+SHARED := $(foreach kernel,$(KERNELS),$(patsubst %,$(BUILD)/$(kernel).%.o,$(filter-out $(PLAIN),$(VECTOR)))) \
+  $(patsubst %,$(BUILD)/%.o,$(KERNELS:=.scalar) $(HOST)) \
+  $(foreach kernel,$(KERNELS),$(patsubst %,$(PLAIN_BUILD)/$(kernel).%.o,$(filter $(PLAIN),$(VECTOR))))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -485,6 +491,10 @@ SECONDS ?= 60
 .PHONY: stress
 stress:
 	PYTHONPATH=. $(PYTHON) tests/stress.py --seconds $(SECONDS)
+
+.PHONY: numbers
+numbers: $(VENV)/installed cpu
+	PYDET_TEST_ALL_NUMBERS=1 $(VENV)/bin/python -m pytest -q tests/test_ex2.py -k hash
 
 gpu-build: cpu cuda
 	$(PYTHON) -c "import setup; setup.write_declarations()"
