@@ -232,10 +232,9 @@ CUDA_OBJECTS := $(SHARED) $(CUDA_HOST:%=$(BUILD)/gpu/%.o) $(CUDA_KERNELS:%=$(BUI
 # How nvcc packs the code: for size it takes up to 6 s an object; for speed next to none, and the library is over three
 # times as large.
 COMPRESS ?= size
-# HOST_LEVEL is of the host's half, which launches: the device's is -O3 whatever is said here. That half is hardened too,
-# but for checked copies: their header is the device's as well.
-HOST_LEVEL ?= -O1
-NVCCFLAGS := -std=c++17 $(HOST_LEVEL) --fmad=false --compress-mode=$(COMPRESS) -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
+# -O1 is of the host's half, which launches: the device's is -O3 whatever is said here. That half is hardened too, but for
+# checked copies: their header is the device's as well.
+NVCCFLAGS := -std=c++17 -O1 --fmad=false --compress-mode=$(COMPRESS) -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(HARDENED) $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
 # Of kernels named here, or `all`, code that is quickly made, slow and may spill: that it compiles is seen in a third of

@@ -49,14 +49,12 @@ def pytest_collection_finish(session):
         account(processor_seconds(), "imports, collection")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     before = processor_seconds()
-    try:
-        return (yield)
-    finally:
-        if ACCOUNT:
-            account(processor_seconds() - before, item.nodeid)
+    yield
+    if ACCOUNT:
+        account(processor_seconds() - before, item.nodeid)
 
 
 class ForcedKernel:
