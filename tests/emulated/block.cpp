@@ -24,7 +24,7 @@ thread_local dim3 blockDim, gridDim;
 
 // Of GCC's own, which save what a function of theirs needs and no more; a buffer of libc's is made anew at every jump.
 using Jump = void *[5];
-__attribute__((noinline)) static void jump(Jump to) { __builtin_longjmp(to, 1); } // never from where the jump was made
+__attribute__((noinline)) static void jump(Jump to) { __builtin_longjmp(to, 1); }  // never from where the jump was made
 
 namespace emulated {
 namespace {
@@ -252,7 +252,8 @@ cudaError_t launch(const cudaLaunchConfig_t &config, const std::function<void()>
   std::deque<Cluster> clusters(count);
   const char *failure = nullptr;
   auto run = [&](Block &own, int number) {
-    block = &own, own.anchor = &anchor, own.rank = number, own.body = &kernel, blockDim = config.blockDim, gridDim = grid;
+    block = &own, own.anchor = &anchor, own.rank = number, own.body = &kernel, blockDim = config.blockDim,
+    gridDim = grid;
     for (int64_t k = 0; k < count && !failure; ++k) {
       const unsigned at = unsigned((ascending || in_order ? k : count - 1 - k) * size + number);
       blockIdx = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
