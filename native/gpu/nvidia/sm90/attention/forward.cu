@@ -39,6 +39,7 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   const bool one = threadIdx.x % 32 == 0;
   RingPlace<S::stages> ring;
   Walk<S::n> walk(p);
+  Numbers numbers(p);
   Job job;
   Boxes values = {};  // of the block ahead
   int values_group = -1, turn = 0;
@@ -48,10 +49,11 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
     ring.next();
   };
   const auto load_values = [&] { load(&p.v, p.sequence_moves_v, p.group_moves_v, values, values_group); };
-  for (; walk.next(&job); ++turn) {
+  for (; walk.find(numbers.now(), &job); ++turn, numbers.take()) {
     slots.put(turn, job);
-    const int group = job.head / p.group_heads;
+    const int group = job.head / p.group_heads, late = max(job.begin, job.end - 2);
     for (int block = job.begin; block < job.end; ++block) {
+      if (block == late) numbers.ask();
       const Boxes boxes = boxes_of<S>(p, job, block);
       load(&p.k, p.sequence_moves_k, p.group_moves_k, boxes, group);
       if (block == job.begin) {

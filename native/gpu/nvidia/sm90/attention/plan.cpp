@@ -1,6 +1,7 @@
 // Which attention the Hopper kernel takes, how it is shared out, and the tensor maps.
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "gpu/kernels.h"
@@ -14,6 +15,11 @@ constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
 constexpr int64_t kMostMultiprocessors = 144;                       // of a Hopper
 constexpr int kDecodeRows = 8, kDecodeUnit = 128, kDecodeBox = 64;  // of decode.cu: rows, and keys
+
+int knob(const char *name, int otherwise) {  // EXPERIMENT
+  const char *text = getenv(name);
+  return text ? atoi(text) : otherwise;
+}
 
 // A page is as many boxes of a block as it takes, or a block as many pages.
 bool pages_fit(const Attention &a) {
@@ -60,6 +66,7 @@ Cut cut_rows(const Attention &a, bool wide) {
   const Cut apart = cut_rows(a, wide, 1);
   if (group_heads == 1 || group_heads > kAttentionWarpgroupRows) return apart;
   const Cut packed = cut_rows(a, wide, int(group_heads));
+  if (wide && knob("PYDET_X_PACK", 0)) return knob("PYDET_X_PACK", 0) == 2 ? packed : apart;
   return packed.tiles < apart.tiles ? packed : apart;
 }
 
@@ -70,6 +77,16 @@ uint64_t bytes_split(const Attention &a) {
 }
 uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
+}
+
+// Of packs, whose sequences' lengths the device alone knows: the count from which blocks take their jobs, and which job
+// followed which.
+constexpr uint64_t kTakenBytes = 128;
+constexpr int64_t kMostNumbers = int64_t(1) << 20, kFewTiles = 128;
+int64_t numbers_of(const Attention &a, const Cut &cut) { return cut.tiles + a.sequences * (a.heads / cut.pack); }
+uint64_t bytes_of_numbers(const Attention &a, const Cut &cut) {
+  if ((!a.q_start && !knob("PYDET_X_DENSE", 0)) || cut.split || cut.tiles <= knob("PYDET_X_FEW", kFewTiles) || numbers_of(a, cut) > kMostNumbers) return 0;
+  return kTakenBytes + 4 * uint64_t(numbers_of(a, cut));
 }
 
 // Whether decode.cu has them, rather than a tile of 64 rows.
@@ -84,7 +101,7 @@ bool decodes(const Attention &a, const Cut &cut) {
 Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
-  if (cut.wide && !a.q_start && a.keys <= a.kv_chunk)
+  if (cut.wide && (!a.q_start || knob("PYDET_X_SMALL", 1)) && a.keys <= a.kv_chunk)
     for (bool wide : {false, true}) {
       const Cut apart = cut_rows(a, wide, 1);
       if (apart.tiles <= sms) return apart;
@@ -100,6 +117,11 @@ Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   return cut;
 }
 
+// Bytes of keys and values of a section.
+int64_t held_at_once(const Attention &a, bool causal) {
+  return !causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000;
+}
+
 // Jobs of a unit that stand together. All of them, unless keys and values are more than the L2 holds, and each is read
 // again for every tile of queries. Of a causal mask tiles see more or fewer keys, and sections of few jobs may leave some
 // blocks the larger tiles of each: only where jobs are many, or a group has few heads to read its keys at a time.
@@ -111,7 +133,7 @@ int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
              causal = a.causal && (a.window_left == kNoWindow || a.window_left >= a.keys / 2);
   if (!known || cut.split || !cut.wide || bytes > kHeld || groups * bytes <= kHeld) return jobs;
   if (causal && jobs < (of_group <= 2 ? sms / 2 : 4 * sms)) return jobs;
-  const int64_t at_once = std::max<int64_t>((!causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000) / bytes, 1);
+  const int64_t at_once = std::max<int64_t>(held_at_once(a, causal) / bytes, 1);
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
@@ -149,9 +171,11 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
   const auto is = [&](int variant) { return kernel && strcmp(kernel, kAttentionNames[variant]) == 0; };
   if (is(kAttentionWideSplit) || is(kAttentionFewSplit)) return bytes_split(a);
-  if (is(kAttentionFew)) return 0;
-  const bool splits = !kernel && fastest(a, 0, kMostMultiprocessors).split;
-  return std::max(splits ? bytes_split(a) : 0, bytes_of_running(a));
+  const Cut cut = is(kAttentionFew) || is(kAttentionWide) ? cut_rows(a, is(kAttentionWide))
+                                                          : fastest(a, 0, kMostMultiprocessors);
+  Cut whole = cut;
+  whole.split = false;
+  return std::max(cut.split ? bytes_split(a) : 0, (is(kAttentionFew) ? 0 : bytes_of_running(a)) + bytes_of_numbers(a, whole));
 }
 
 pydet_status attention_sm90(const Attention &a, const Choice &choice) {
@@ -198,6 +222,19 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.split = cut.split;
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
   p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
+  const uint64_t running_bytes = cut.wide && !cut.split ? bytes_of_running(a) : 0, numbers_bytes = bytes_of_numbers(a, cut);
+  if (!decode && numbers_bytes && a.workspace_size >= running_bytes + numbers_bytes && cut.tiles > sms && knob("PYDET_X_DYNAMIC", 1)) {
+    p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + running_bytes);
+    p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
+  }
+  // Of a causal mask blocks that take turns want the tiles of all sequences in the order of their size.
+  const bool causal = a.causal && a.window_left == kNoWindow;
+  p.in_turn = !p.uniform && !cut.split && (p.taken || decode || !causal || cut.tiles <= sms);
+  if (knob("PYDET_X_TURN", -1) >= 0) p.in_turn = knob("PYDET_X_TURN", -1) && !p.uniform && !cut.split;
+  const int64_t key_bytes = 2 * (a.d + a.e);
+  p.most_held = int((24 << 20) / key_bytes);
+  p.held = int(held_at_once(a, causal) / key_bytes);
+  if (knob("PYDET_X_HELD", 0)) p.held = knob("PYDET_X_HELD", 0) * 1000000 / key_bytes;
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
@@ -218,6 +255,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   if (spread) blocks = a.sequences * p.job_heads * divide_up(a.keys, kSpreadKeys);  // clusters
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
+  if (p.taken)
+    if (pydet_status status = attention_clear_sm90(launch, p)) return status;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
     const pydet_status status = spread   ? attention_spread_sm90<kType>(launch, p)
