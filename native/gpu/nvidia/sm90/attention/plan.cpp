@@ -223,7 +223,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
   p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
   const uint64_t running_bytes = cut.wide && !cut.split ? bytes_of_running(a) : 0, numbers_bytes = bytes_of_numbers(a, cut);
-  if (!decode && numbers_bytes && a.workspace_size >= running_bytes + numbers_bytes && cut.tiles > sms && knob("PYDET_X_DYNAMIC", 1)) {
+  if (!decode && numbers_bytes && a.workspace_size >= running_bytes + numbers_bytes && cut.tiles > knob("PYDET_X_FEW", int(sms)) && knob("PYDET_X_DYNAMIC", 1)) {
     p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + running_bytes);
     p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
   }
