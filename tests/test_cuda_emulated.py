@@ -711,8 +711,8 @@ def test_fold(device, kernel, dtype):
 class Given(ctypes.Structure):
     """Of attention_jobs.cpp."""
 
-    INTS = ("sequences", "heads", "group_heads", "pack", "warpgroup_queries", "left", "right", "in_turn", "held")
-    INTS += "most_held", "blocks"
+    INTS = ("sequences", "heads", "group_heads", "pack", "warpgroup_queries", "left", "right", "in_turn")
+    INTS += "most_size", "held", "most_held", "blocks"
     _fields_ = [
         *((name, ctypes.c_int) for name in INTS),
         *((name, ctypes.c_void_p) for name in ("q_start", "k_start", "taken", "followed")),
@@ -731,9 +731,11 @@ class Pack:
         self.count, self.most = np.zeros(1, np.int32), sum(-(-n // self.rows) for n in lengths) * (heads // pack)
         self.followed = np.full(self.most + 1, -7, np.int32)
         at = [x.ctypes.data for x in (*self.starts, self.count, self.followed)]
+        held = given["held"], given["most_held"]
+        size = min(30, max(7, (sum(given["window"]) + self.rows).bit_length() - 1))
         self.given = Given(
-            len(lengths), heads, group_heads, pack, 64 // pack, *given["window"], given["in_turn"], given["held"],
-            given["most_held"], given["blocks"], *at[:2], *(at[2:] if counted else (None, None)), self.most,
+            len(lengths), heads, group_heads, pack, 64 // pack, *given["window"], given["in_turn"], size,
+            *held, given["blocks"], *at[:2], *(at[2:] if counted else (None, None)), self.most,
         )  # fmt: skip
         steps = range(0, heads, pack)
         self.jobs = {(s, h, q) for s, n in enumerate(lengths) for h in steps for q in range(0, n, self.rows)}
@@ -770,16 +772,24 @@ def test_each_job_of_attention_is_found_once():
 
 
 def test_jobs_of_more_keys_come_before():
-    """By one block: sequences of twice as many keys first, of each the later tiles, and heads whose keys the L2 holds
-    before others."""
-    given = {"heads": 8, "group_heads": 2, "pack": 1, "window": (1 << 30, 0), "in_turn": 1, "blocks": 1}
-    lengths = [100, 2000, 5, 900, 1100]
-    found = Pack(lengths, lengths, False, held=2000, most_held=4000, **given).find(False)
+    """By one block: those that see at least half as many keys as any, then a quarter; a sequence at a time, later
+    tiles first, and heads whose keys the L2 holds before others."""
+    given = {"heads": 8, "group_heads": 2, "pack": 1, "in_turn": 1, "blocks": 1, "held": 2000, "most_held": 4000}
+    lengths, groups = [100, 2000, 5, 900, 1100], range(0, 8, 2)
+    found = [tuple(job[1:4]) for job in Pack(lengths, lengths, False, window=(1 << 30, 0), **given).find(False)]
+    sizes = [max(min(q + 128, lengths[s]).bit_length(), 8) for s, _, q in found]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {8, 9, 10, 11}
+    first = [(1, h, q) for g in groups for q in range(1920, 895, -128) for h in (g, g + 1)]
+    first += [(4, h, q) for g in groups for q in (1024, 896) for h in (g, g + 1)]
+    assert found[: len(first)] == first  # of 2000 and of 1100 keys one group is held, of 900 all are
+    second = [(1, h, q) for g in groups for q in (768, 640, 512, 384) for h in (g, g + 1)]
+    second += [(3, h, q) for q in (896, 768, 640, 512, 384) for h in range(8)]
+    assert found[len(first) :][: len(second)] == second
+    # Without a mask a tile sees all keys of its sequence; in a window those of long sequences see about as many.
+    found = Pack(lengths, lengths, False, window=(1 << 30, 1 << 30), **given).find(False)
     assert list(dict.fromkeys(job[1] for job in found)) == [1, 4, 3, 0, 2]
-    long = [(job[2], job[3]) for job in found if job[1] == 1]  # 2000 keys of 4 groups are held one group at a time
-    assert long == [(h, q) for g in range(0, 8, 2) for q in range(1920, -1, -128) for h in (g, g + 1)]
-    short = [(job[2], job[3]) for job in found if job[1] == 3]  # 900 of 4 groups are held at once
-    assert short == [(h, q) for q in range(896, -1, -128) for h in range(8)]
+    found = Pack(lengths, lengths, False, window=(50, 0), **given).find(False)
+    assert list(dict.fromkeys(job[1] for job in found)) == [1, 3, 4, 0, 2]
 
 
 # ---- What is left out is seen ----------------------------------------------------------------------------------------

@@ -158,14 +158,24 @@ def problems(operation, name, dtype):
             yield "pydet_quantize", tensors(shapes, dtype), given
         return
     if operation == "attention":
-        for queries in (3, 300):
+        for queries in (3, 300, 0):  # 0: a pack, of more tiles than there are multiprocessors
             shapes = [(1, 4, queries, 64), (1, 2, 2100, 64), (1, 2, 2100, 64), (1, 4, queries, 64), None]
-            room = np.zeros((1 << 24) + 256, np.uint8)  # more than any kernel wants for these
+            shapes = shapes if queries else [(2100, heads, 64) for heads in (16, 2, 2, 16)] + [None]
+            size = 1 << (24 if queries else 26)  # more than any kernel wants for these
+            room = np.zeros(size + 256, np.uint8)
             at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+            starts = tensors([((6,), "float32")] * (0 if queries else 2), dtype)
+            for tensor in starts:
+                tensor.c.dtype.code = 0  # int32
             given = capi.options(
-                "pydet_attention_options", arithmetic=name[1], kernel=name[0], workspace=at, workspace_size=1 << 24
+                "pydet_attention_options",
+                arithmetic=name[1],
+                kernel=name[0],
+                workspace=at,
+                workspace_size=size,
+                **{key: x.c for key, x in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=False)},
             )
-            capi._alive[given] = capi._alive[given], room
+            capi._alive[given] = capi._alive[given], room, starts
             yield "pydet_attention", tensors(shapes, dtype), given
         return
     if operation == "attention_backward":

@@ -5,7 +5,7 @@ namespace {
 
 // As ctypes hands them over (test_cuda_emulated.py).
 struct Given {
-  int sequences, heads, group_heads, pack, warpgroup_queries, left, right, in_turn, held, most_held, blocks;
+  int sequences, heads, group_heads, pack, warpgroup_queries, left, right, in_turn, most_size, held, most_held, blocks;
   const int32_t *q_start, *k_start;
   int32_t *taken, *followed;
   int numbers;
@@ -28,7 +28,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_attention_jobs(co
   p.heads = given.heads, p.group_heads = given.group_heads, p.pack = given.pack, p.job_heads = given.heads / given.pack;
   p.warpgroup_queries = given.warpgroup_queries, p.job_queries = 2 * given.warpgroup_queries;
   p.left = given.left, p.right = given.right;
-  p.in_turn = given.in_turn, p.held = given.held, p.most_held = given.most_held;
+  p.in_turn = given.in_turn, p.most_size = given.most_size, p.held = given.held, p.most_held = given.most_held;
   p.taken = given.taken, p.followed = given.followed, p.numbers = given.numbers;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(given.blocks)), config.blockDim = dim3(32);

@@ -85,8 +85,9 @@ __device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, 
 //
 // Of sequences of one size: in the order of units from the last to the first, of all sequences, of all heads, in sections
 // of heads, the keys and values of which the L2 holds. So tiles that see many keys come first, and those that read the
-// same keys stand together. Of others: one sequence after another, those of about twice as many keys before, and each in
-// that order; or, where they are split, all sequences that have a unit before those that have the one below it.
+// same keys stand together. Of others: units that see at least half as many keys as any first, one sequence after another
+// and each in that order, then those that see at least a quarter, and so on; or, where they are split, all sequences that
+// have a unit before those that have the one below it.
 template <int n> class Walk {
  public:
   __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan) {
@@ -95,7 +96,7 @@ template <int n> class Walk {
     } else if (p.in_turn) {
       for (int i = 0; i < p.sequences; i += 32) {
         const int sequence = i + int(threadIdx.x % 32);
-        if (sequence < p.sequences) sizes |= size_of_keys(lengths_of(p, sequence).keys);
+        if (sequence < p.sequences) sizes |= sizes_of(lengths_of(p, sequence));
       }
       sizes = __reduce_or_sync(0xFFFFFFFFu, sizes);
       chunk = p.sequences;
@@ -121,10 +122,10 @@ template <int n> class Walk {
       const int which = __ffs(int(__ballot_sync(0xFFFFFFFFu, number - before < jobs))) - 1,
                 ahead = __shfl_sync(0xFFFFFFFFu, jobs, max(which - 1, 0)), sequence = chunk + which;
       const Lengths x = lengths_of(p, sequence);
-      const int height = units_of(p, x), section = section_of(x.keys), own = number - before - (which ? ahead : 0),
-                first = own / (section * height) * section, rest = own - first * height,
-                here = min(section, p.job_heads - first), down = rest / here;
-      *job = job_of<n>(p, x, sequence, height - 1 - down, first + rest - down * here);
+      const int top = units_below(x, level + 1), height = top - units_below(x, level), section = section_of(x.keys),
+                own = number - before - (which ? ahead : 0), first = own / (section * height) * section,
+                rest = own - first * height, here = min(section, p.job_heads - first), down = rest / here;
+      *job = job_of<n>(p, x, sequence, top - 1 - down, first + rest - down * here);
     } else {
       while (number - level_first >= level_sequences * p.job_heads) {
         if (--level < 0) return false;
@@ -160,7 +161,22 @@ template <int n> class Walk {
   // Which of them have a unit `level`.
   __device__ __forceinline__ uint32_t having(int i) const { return __ballot_sync(0xFFFFFFFFu, units(i) > level); }
 
-  __device__ __forceinline__ static uint32_t size_of_keys(int keys) { return 1u << (31 - __clz(keys | 127)); }
+  // In powers of two.
+  __device__ __forceinline__ static int size_of(int keys) { return 31 - __clz(max(keys, 0) | 127); }
+  // Those of a sequence's units: a bit each.
+  __device__ __forceinline__ uint32_t sizes_of(const Lengths &x) const {
+    if (x.queries == 0) return 0;
+    const int least =
+        p.right >= x.queries ? x.keys : min(x.keys - x.queries + min(p.job_queries, x.queries) + p.right, x.keys);
+    return (2u << min(size_of(x.keys), p.most_size)) - (1u << min(size_of(least), p.most_size));
+  }
+  // How many of them are below one.
+  __device__ __forceinline__ int units_below(const Lengths &x, int size) const {
+    const int all = units_of(p, x);
+    if (size > p.most_size || size > size_of(x.keys)) return all;
+    if (size <= size_of(0) || p.right >= x.queries) return 0;
+    return clamped(((1 << size) - 1 - (x.keys - x.queries) - p.right) / p.job_queries, 0, all);
+  }
   // The 32 sequences that follow, or the first of the size below.
   __device__ __forceinline__ bool next_chunk() {
     if (chunk += 32; chunk >= p.sequences) {
@@ -173,7 +189,7 @@ template <int n> class Walk {
     jobs = 0;
     if (sequence < p.sequences) {
       const Lengths x = lengths_of(p, sequence);
-      if (size_of_keys(x.keys) == 1u << level) jobs = min(units_of(p, x) * p.job_heads, kMostJobs);
+      jobs = min((units_below(x, level + 1) - units_below(x, level)) * p.job_heads, kMostJobs);
     }
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {

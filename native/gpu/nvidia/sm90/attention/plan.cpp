@@ -227,10 +227,9 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
     p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + running_bytes);
     p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
   }
-  // Of a causal mask blocks that take turns want the tiles of all sequences in the order of their size.
   const bool causal = a.causal && a.window_left == kNoWindow;
-  p.in_turn = !p.uniform && !cut.split && (p.taken || decode || !causal || cut.tiles <= sms);
-  if (knob("PYDET_X_TURN", -1) >= 0) p.in_turn = knob("PYDET_X_TURN", -1) && !p.uniform && !cut.split;
+  p.in_turn = !p.uniform && !cut.split && knob("PYDET_X_TURN", 1);
+  p.halves = knob("PYDET_X_HALVES", 1), p.late_values = knob("PYDET_X_LATE", 0);
   const int64_t key_bytes = 2 * (a.d + a.e);
   p.most_held = int((24 << 20) / key_bytes);
   p.held = int(held_at_once(a, causal) / key_bytes);
@@ -238,6 +237,9 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
+  const int64_t seen = int64_t(p.left) + p.right + p.job_queries;  // by a job
+  p.most_size = 30;
+  while (p.most_size > 7 && int64_t(1) << p.most_size > seen) --p.most_size;
   p.c = score_scale(a).c;
   p.in_q = a.q, p.in_k = a.k, p.in_v = a.v, p.out = a.out, p.lse = a.lse;
   p.part_count = rows_of(a);

@@ -43,8 +43,10 @@ struct AttentionPlan {
   int segment_blocks, segment_keys;
   bool uniform;  // lengths are the host's
   int section;   // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
-  bool in_turn;  // else sequences have their jobs one after another, those of more keys before,
-  int held, most_held;  // in sections of so many keys of all groups, of sequences of more than all groups and up to so many
+  bool in_turn;  // else jobs that see about as many keys stand together, of them those of a sequence,
+  int most_size;        // of the jobs that see most, in powers of two
+  int held, most_held;  // and of those sections: of so many keys of all groups, of a sequence of up to so many keys
+  bool halves, late_values;  // EXPERIMENT
   bool split;
   bool one_segment;  // has all keys of a job
   bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
