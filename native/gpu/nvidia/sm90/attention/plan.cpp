@@ -49,9 +49,9 @@ struct Cut {
 };
 
 int64_t tiles_of(const Attention &a, int pack, int job_queries) {
-  const int64_t heads = a.sequences * (a.heads / pack);
-  if (!a.q_start) return heads * divide_up(a.queries, job_queries);
-  return (a.heads / pack) * (divide_up(a.queries, job_queries) + a.sequences / 2);
+  const int64_t heads = a.heads / pack;
+  if (!a.q_start) return a.sequences * heads * divide_up(a.queries, job_queries);
+  return divide_up(heads * (2 * a.queries + a.sequences * job_queries), 2 * job_queries);  // half of one more a sequence
 }
 
 int warpgroups_of(const Attention &a, bool wide) { return !wide ? 1 : a.d <= 64 ? 3 : 2; }
