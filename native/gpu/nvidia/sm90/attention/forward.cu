@@ -56,8 +56,7 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
       if (block == late) numbers.ask();
       const Boxes boxes = boxes_of<S>(p, job, block);
       load(&p.k, p.sequence_moves_k, p.group_moves_k, boxes, group);
-      const bool late_values = p.late_values && values_group >= 0;  // EXPERIMENT
-      if (values_group >= 0 && !late_values) load_values();
+      if (values_group >= 0) load_values();
       if (block == job.begin) {
 #pragma unroll 1
         for (int i = 0; i < S::warpgroups; ++i) {
@@ -65,7 +64,6 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
           if (one) load_queries<S>(p, job, i, at.q(i), at.q_full(i));
         }
       }
-      if (late_values) load_values();
       values = boxes, values_group = group;
     }
   }
@@ -132,7 +130,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::d / kStep; ++i)
-      wgmma<S::type, true, true>(part_of<decltype(of)::value>(s), q + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4),
+      wgmma<S::type, true, true>(part_of<decltype(of)::value>(s),
+                                 q + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4),
                                  k + ((i / 4 * S::box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
     wgmma_commit();
   };
@@ -243,7 +242,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     lower = false;
     if (live && (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end)) {
       masked = true;
-      if (S::halves && p.halves) lower = last_in_sight(p, slots.look(turn), warpgroup) < block * S::n + S::n / 2;
+      if (S::halves) lower = last_in_sight(p, slots.look(turn), warpgroup) < block * S::n + S::n / 2;
     }
     if (S::halves) lower = same_in_warp(lower);
     const auto softmax = [&](auto of) {

@@ -1,7 +1,6 @@
 // Which attention the Hopper kernel takes, how it is shared out, and the tensor maps.
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 #include "gpu/kernels.h"
@@ -15,11 +14,6 @@ constexpr int64_t kMost = int64_t(1) << 30;  // of tokens
 constexpr int64_t kMostD = 256, kNarrowD = 128;
 constexpr int64_t kMostMultiprocessors = 144;                       // of a Hopper
 constexpr int kDecodeRows = 8, kDecodeUnit = 128, kDecodeBox = 64;  // of decode.cu: rows, and keys
-
-int knob(const char *name, int otherwise) {  // EXPERIMENT
-  const char *text = getenv(name);
-  return text ? atoi(text) : otherwise;
-}
 
 // A page is as many boxes of a block as it takes, or a block as many pages.
 bool pages_fit(const Attention &a) {
@@ -51,7 +45,8 @@ struct Cut {
 int64_t tiles_of(const Attention &a, int pack, int job_queries) {
   const int64_t heads = a.heads / pack;
   if (!a.q_start) return a.sequences * heads * divide_up(a.queries, job_queries);
-  return divide_up(heads * (2 * a.queries + a.sequences * job_queries), 2 * job_queries);  // half of one more a sequence
+  // The last of a sequence is half full.
+  return divide_up(heads * (2 * a.queries + a.sequences * job_queries), 2 * job_queries);
 }
 
 int warpgroups_of(const Attention &a, bool wide) { return !wide ? 1 : a.d <= 64 ? 3 : 2; }
@@ -66,7 +61,6 @@ Cut cut_rows(const Attention &a, bool wide) {
   const Cut apart = cut_rows(a, wide, 1);
   if (group_heads == 1 || group_heads > kAttentionWarpgroupRows) return apart;
   const Cut packed = cut_rows(a, wide, int(group_heads));
-  if (wide && knob("PYDET_X_PACK", 0)) return knob("PYDET_X_PACK", 0) == 2 ? packed : apart;
   return packed.tiles < apart.tiles ? packed : apart;
 }
 
@@ -80,13 +74,14 @@ uint64_t bytes_of_running(const Attention &a) {
 }
 
 // Of packs, whose sequences' lengths the device alone knows: the count from which blocks take their jobs, and which job
-// followed which.
+// followed which. It is cleared by a launch of its own, 2 us, which few tiles do not win back.
 constexpr uint64_t kTakenBytes = 128;
-constexpr int64_t kMostNumbers = int64_t(1) << 20, kFewTiles = 128;
+constexpr int64_t kFewTiles = 400, kMostNumbers = int64_t(1) << 20;
 int64_t numbers_of(const Attention &a, const Cut &cut) { return cut.tiles + a.sequences * (a.heads / cut.pack); }
 uint64_t bytes_of_numbers(const Attention &a, const Cut &cut) {
-  if ((!a.q_start && !knob("PYDET_X_DENSE", 0)) || cut.split || cut.tiles <= knob("PYDET_X_FEW", kFewTiles) || numbers_of(a, cut) > kMostNumbers) return 0;
-  return kTakenBytes + 4 * uint64_t(numbers_of(a, cut));
+  const int64_t numbers = numbers_of(a, cut);
+  if (!a.q_start || a.keys <= a.kv_chunk || cut.tiles < kFewTiles || numbers > kMostNumbers) return 0;
+  return kTakenBytes + 4 * uint64_t(numbers);
 }
 
 // Whether decode.cu has them, rather than a tile of 64 rows.
@@ -101,7 +96,7 @@ bool decodes(const Attention &a, const Cut &cut) {
 Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
-  if (cut.wide && (!a.q_start || knob("PYDET_X_SMALL", 1)) && a.keys <= a.kv_chunk)
+  if (cut.wide && a.keys <= a.kv_chunk)
     for (bool wide : {false, true}) {
       const Cut apart = cut_rows(a, wide, 1);
       if (apart.tiles <= sms) return apart;
@@ -117,7 +112,8 @@ Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   return cut;
 }
 
-// Bytes of keys and values of a section.
+// Bytes of keys and values: those that need no sections, and of a section.
+constexpr int64_t kHeld = 24 << 20;
 int64_t held_at_once(const Attention &a, bool causal) {
   return !causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000;
 }
@@ -126,7 +122,6 @@ int64_t held_at_once(const Attention &a, bool causal) {
 // again for every tile of queries. Of a causal mask tiles see more or fewer keys, and sections of few jobs may leave some
 // blocks the larger tiles of each: only where jobs are many, or a group has few heads to read its keys at a time.
 int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
-  constexpr int64_t kHeld = 24 << 20;  // bytes
   const int64_t of_group = a.heads / a.groups / cut.pack, groups = a.sequences * a.groups, jobs = groups * of_group,
                 bytes = 2 * a.keys * (a.d + a.e);
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key,
@@ -171,11 +166,10 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
   const auto is = [&](int variant) { return kernel && strcmp(kernel, kAttentionNames[variant]) == 0; };
   if (is(kAttentionWideSplit) || is(kAttentionFewSplit)) return bytes_split(a);
-  const Cut cut = is(kAttentionFew) || is(kAttentionWide) ? cut_rows(a, is(kAttentionWide))
-                                                          : fastest(a, 0, kMostMultiprocessors);
-  Cut whole = cut;
-  whole.split = false;
-  return std::max(cut.split ? bytes_split(a) : 0, (is(kAttentionFew) ? 0 : bytes_of_running(a)) + bytes_of_numbers(a, whole));
+  const bool few = is(kAttentionFew), wide = is(kAttentionWide);
+  if (kernel && !few && !wide) return 0;
+  const Cut cut = kernel ? cut_rows(a, wide) : fastest(a, 0, kMostMultiprocessors);
+  return std::max(cut.split ? bytes_split(a) : 0, (few ? 0 : bytes_of_running(a)) + bytes_of_numbers(a, cut));
 }
 
 pydet_status attention_sm90(const Attention &a, const Choice &choice) {
@@ -222,24 +216,15 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.split = cut.split;
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
   p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
-  const uint64_t running_bytes = cut.wide && !cut.split ? bytes_of_running(a) : 0, numbers_bytes = bytes_of_numbers(a, cut);
-  if (!decode && numbers_bytes && a.workspace_size >= running_bytes + numbers_bytes && cut.tiles > knob("PYDET_X_FEW", int(sms)) && knob("PYDET_X_DYNAMIC", 1)) {
-    p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + running_bytes);
-    p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
-  }
-  const bool causal = a.causal && a.window_left == kNoWindow;
-  p.in_turn = !p.uniform && !cut.split && knob("PYDET_X_TURN", 1);
-  p.halves = knob("PYDET_X_HALVES", 1), p.late_values = knob("PYDET_X_LATE", 0);
   const int64_t key_bytes = 2 * (a.d + a.e);
-  p.most_held = int((24 << 20) / key_bytes);
-  p.held = int(held_at_once(a, causal) / key_bytes);
-  if (knob("PYDET_X_HELD", 0)) p.held = knob("PYDET_X_HELD", 0) * 1000000 / key_bytes;
+  p.in_turn = !p.uniform && !cut.split;
+  p.held = int(held_at_once(a, a.causal && a.window_left == kNoWindow) / key_bytes);
+  p.most_held = int(kHeld / key_bytes);
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
   const int64_t seen = int64_t(p.left) + p.right + p.job_queries;  // by a job
-  p.most_size = 30;
-  while (p.most_size > 7 && int64_t(1) << p.most_size > seen) --p.most_size;
+  for (p.most_size = 30; p.most_size > 7 && int64_t(1) << p.most_size > seen;) --p.most_size;
   p.c = score_scale(a).c;
   p.in_q = a.q, p.in_k = a.k, p.in_v = a.v, p.out = a.out, p.lse = a.lse;
   p.part_count = rows_of(a);
@@ -248,6 +233,11 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
     p.parts = p.part_o + p.part_count * divide_up(a.keys, a.kv_chunk) * a.e;
   } else {
     p.running = static_cast<float *>(a.workspace);
+    const uint64_t before = cut.wide ? bytes_of_running(a) : 0, bytes = bytes_of_numbers(a, cut);
+    if (bytes && a.workspace_size >= before + bytes) {
+      p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + before);
+      p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
+    }
   }
 
   const int64_t most_jobs =

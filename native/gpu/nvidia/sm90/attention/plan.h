@@ -41,12 +41,11 @@ struct AttentionPlan {
   int pack, job_heads;                 // heads of a job; jobs of a sequence's rows
   int warpgroup_queries, job_queries;  // of a warpgroup's rows, of a tile
   int segment_blocks, segment_keys;
-  bool uniform;  // lengths are the host's
-  int section;   // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
-  bool in_turn;  // else jobs that see about as many keys stand together, of them those of a sequence,
-  int most_size;        // of the jobs that see most, in powers of two
-  int held, most_held;  // and of those sections: of so many keys of all groups, of a sequence of up to so many keys
-  bool halves, late_values;  // EXPERIMENT
+  bool uniform;         // lengths are the host's
+  int section;          // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
+  bool in_turn;         // else, and not split: jobs that see about as many keys stand together, of them a sequence's;
+  int most_size;        // 2^most_size keys are as many as any
+  int held, most_held;  // sections of so many keys of all groups, of sequences of up to so many in a group
   bool split;
   bool one_segment;  // has all keys of a job
   bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
