@@ -242,7 +242,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     lower = false;
     if (live && (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end)) {
       masked = true;
-      if (S::halves) lower = last_in_sight(p, slots.look(turn), warpgroup) < block * S::n + S::n / 2;
+      if (S::halves && p.halves) lower = last_in_sight(p, slots.look(turn), warpgroup) < block * S::n + S::n / 2;
     }
     if (S::halves) lower = same_in_warp(lower);
     const auto softmax = [&](auto of) {

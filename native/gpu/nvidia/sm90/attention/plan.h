@@ -46,6 +46,7 @@ struct AttentionPlan {
   bool in_turn;         // else, and not split: jobs that see about as many keys stand together, of them a sequence's;
   int most_size;        // 2^most_size keys are as many as any
   int held, most_held;  // sections of so many keys of all groups, of sequences of up to so many in a group
+  bool halves;          // always: known to ptxas it leaves too few registers for one loop's products
   bool split;
   bool one_segment;  // has all keys of a job
   bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
