@@ -45,8 +45,8 @@ struct Cut {
 int64_t tiles_of(const Attention &a, int pack, int job_queries) {
   const int64_t heads = a.heads / pack;
   if (!a.q_start) return a.sequences * heads * divide_up(a.queries, job_queries);
-  // The last of a sequence is half full.
-  return divide_up(heads * (2 * a.queries + a.sequences * job_queries), 2 * job_queries);
+  // A sequence's last is half full, and it is one at least.
+  return std::max(heads * a.sequences, divide_up(heads * (2 * a.queries + a.sequences * job_queries), 2 * job_queries));
 }
 
 int warpgroups_of(const Attention &a, bool wide) { return !wide ? 1 : a.d <= 64 ? 3 : 2; }
@@ -73,6 +73,12 @@ uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
+// Whether packs' jobs go by their sizes. To find one takes longer than by level, which heads of a group each under a mask
+// do not win back: their tiles see as many keys as others of their level.
+bool in_sizes(const Attention &a) {
+  return a.q_start && (a.heads > a.groups || (!a.causal && a.window_left == kNoWindow && a.window_right == kNoWindow));
+}
+
 // Of packs, whose sequences' lengths the device alone knows: the count from which blocks take their jobs, and which job
 // followed which. It is cleared by a launch of its own, 2 us, which few tiles do not win back.
 constexpr uint64_t kTakenBytes = 128;
@@ -80,7 +86,7 @@ constexpr int64_t kFewTiles = 400, kMostNumbers = int64_t(1) << 20;
 int64_t numbers_of(const Attention &a, const Cut &cut) { return cut.tiles + a.sequences * (a.heads / cut.pack); }
 uint64_t bytes_of_numbers(const Attention &a, const Cut &cut) {
   const int64_t numbers = numbers_of(a, cut);
-  if (!a.q_start || a.keys <= a.kv_chunk || cut.tiles < kFewTiles || numbers > kMostNumbers) return 0;
+  if (!in_sizes(a) || a.keys <= a.kv_chunk || cut.tiles < kFewTiles || numbers > kMostNumbers) return 0;
   return kTakenBytes + 4 * uint64_t(numbers);
 }
 
@@ -217,7 +223,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
   p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
   const int64_t key_bytes = 2 * (a.d + a.e);
-  p.in_turn = !p.uniform && !cut.split, p.halves = true;
+  p.in_turn = (a.q_start ? in_sizes(a) : !p.uniform) && !cut.split, p.halves = true;
   p.held = int(held_at_once(a, a.causal && a.window_left == kNoWindow) / key_bytes);
   p.most_held = int(kHeld / key_bytes);
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
