@@ -223,7 +223,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
   p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
   const int64_t key_bytes = 2 * (a.d + a.e);
-  p.in_turn = (a.q_start ? in_sizes(a) : !p.uniform) && !cut.split, p.halves = true;
+  p.in_turn = (a.q_start ? in_sizes(a) : decode && !p.uniform) && !cut.split, p.halves = true;
   p.held = int(held_at_once(a, a.causal && a.window_left == kNoWindow) / key_bytes);
   p.most_held = int(kHeld / key_bytes);
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
