@@ -276,13 +276,17 @@ $(BUILD)/libpydet_cuda_stand_in.so: $(CUDA_OBJECTS) $(BUILD)/fakecuda.o
 cuda-emulated: $(BUILD)/libpydet_cuda_emulated.so
 
 EMULATED := $(filter-out nvidia/sm90/% nvidia/gemm_mma.% nvidia/skinny_mma,$(CUDA_KERNELS))
-EMULATED_OBJECTS := $(EMULATED:%=$(BUILD)/emulated/%.o) $(BUILD)/emulated/block.o
+EMULATED_OBJECTS := $(EMULATED:%=$(BUILD)/emulated/%.o) $(BUILD)/emulated/block.o $(BUILD)/emulated/attention_jobs.o
 # Other compilers' warnings about nvcc's sources say nothing.
 EMULATED_FLAGS := -std=c++17 -O1 -fPIC -fvisibility=hidden -fno-extern-tls-init $(NUMERIC) -w -Itests/emulated -Inative -Inative/include
 
 $(BUILD)/emulated/block.o: tests/emulated/block.cpp
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(foreach flag,$(EMULATED_FLAGS),-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
+
+$(BUILD)/emulated/attention_jobs.o: tests/emulated/attention_jobs.cpp
+	@mkdir -p $(@D)
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(foreach flag,$(EMULATED_FLAGS) -include tests/emulated/block.h,-Xcompiler '"$(flag)"') -MMD -MP -c $< -o $@
 
 EMULATED_TYPES := $(MMA_TYPES:%=$(BUILD)/emulated/nvidia/attention_mma.%.o)
 $(EMULATED_TYPES): $(BUILD)/emulated/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
