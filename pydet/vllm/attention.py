@@ -162,6 +162,13 @@ class Backend(AttentionBackend):
     def get_builder_cls() -> type[Builder]:
         return Builder
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """What vLLM 0.32 gives to all, and 0.26 asks for."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 8 == 0 and head_size <= 256

@@ -16,9 +16,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models.transformers.fusers import rms_norm as fused_norms
-from vllm.transformers_utils.config import iter_rope_parameters
+from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from pydet.ops.activation import Kind
@@ -172,6 +172,12 @@ def _logits(module: Any, dtype: torch.dtype) -> bool | str:
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
 
+def _ropes(text: Any) -> list[str]:
+    """Kinds of a model's rotary embeddings; a type of layers may have one of its own."""
+    given = getattr(text, "rope_parameters", None) or {}
+    return [x["rope_type"] for x in (given.values() if is_rope_parameters_nested(given) else [given]) if x]
+
+
 def check(config: VllmConfig) -> None:
     """Refuses an engine's settings under which something other than pydet would decide bits.
 
@@ -183,8 +189,7 @@ def check(config: VllmConfig) -> None:
     types = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     own = types.get(model.dtype, "none of pydet's types")
     text = model.hf_config.get_text_config()
-    ropes = [x["rope_type"] for x in iter_rope_parameters(text)]
-    dynamic = next((x for x in ropes if x in ("dynamic", "longrope")), None)
+    dynamic = next((x for x in _ropes(text) if x in ("dynamic", "longrope")), None)
     scaled = next((x for x in SCALES if getattr(text, x, None) not in (None, 1)), None)
     checks: tuple[tuple[bool, str, str], ...] = (
         (own not in types.values(), f"the model is {model.dtype}", "float32, bfloat16 or float16"),
@@ -221,9 +226,14 @@ def check(config: VllmConfig) -> None:
     refuse("pydet.vllm", checks)
 
 
-def _calls_attention(module: Module) -> bool:
-    """Its attention is a layer of vLLM's that was taken."""
-    return any(getattr(x, MARK, False) for x in module.modules())
+def _calls_attention(apart: bool, module: Module) -> bool:
+    """Its attention is a layer of vLLM's that was taken.
+
+    Args:
+        apart: such layers are no modules of the model, which finds them by their number (vLLM 0.26's of Transformers).
+    """
+    by_number = apart and getattr(getattr(module, "config", None), "_attn_implementation", None) == "vllm"
+    return by_number or any(getattr(x, MARK, False) for x in module.modules())
 
 
 def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
@@ -240,7 +250,10 @@ def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
     """
     check(config)
     report, skipped = Conversion(), set()
-    for name, module in model.named_modules():
+    named, layers = dict(model.named_modules()), config.compilation_config.static_forward_context
+    inside = set(named.values())
+    apart = {name: layer for name, layer in layers.items() if layer not in inside}
+    for name, module in (named | apart).items():
         if isinstance(module, _PARTS):
             skipped.add(name)
             continue
@@ -249,7 +262,7 @@ def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
             report.swapped[name] = type(module).__qualname__
         elif took:
             report.left[name] = f"{type(module).__qualname__}: {took}"
-    return complete("pydet.vllm", model, report, skipped, settings, _calls_attention, log)
+    return complete("pydet.vllm", model, report, skipped, settings, functools.partial(_calls_attention, bool(apart)), log)
 
 
 def install(settings: Settings) -> None:
@@ -257,16 +270,16 @@ def install(settings: Settings) -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, "pydet.vllm.attention.CpuBackend")
     register_backend(AttentionBackendEnum.CUSTOM, "pydet.vllm.attention.Backend")
     sampling.install()
-    make = BaseModelLoader.create_model
+    make = base_loader.initialize_model
     if hasattr(make, "pydet_settings"):
         make.pydet_settings = settings
         return
 
     @functools.wraps(make)
-    def create_model(self: Any, vllm_config: VllmConfig, *arguments: Any, **options: Any) -> Module:
-        model = make(self, vllm_config, *arguments, **options)
-        take(model, vllm_config, create_model.pydet_settings)  # type: ignore[attr-defined]
+    def initialize_model(vllm_config: VllmConfig, *arguments: Any, **options: Any) -> Module:
+        model = make(vllm_config, *arguments, **options)
+        take(model, vllm_config, initialize_model.pydet_settings)  # type: ignore[attr-defined]
         return model
 
-    create_model.pydet_settings = settings  # type: ignore[attr-defined]
-    BaseModelLoader.create_model = create_model
+    initialize_model.pydet_settings = settings  # type: ignore[attr-defined]
+    base_loader.initialize_model = initialize_model
