@@ -3,7 +3,7 @@ each to the file that is its argument.
 
 A job is an engine and rounds of requests: {"engine": options of vllm.LLM, "rounds": [[{"prompt": [...], "sampling":
 options of SamplingParams}]]}. An answer holds a list for each round, {"tokens": [...], "log_probs": [...], "prompt":
-[...]} for each request; or {"error": the sentence}.
+[...]} for each request, and the seconds of each round; or {"error": the sentence}.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 
 
 def answer(job):
@@ -19,15 +20,18 @@ def answer(job):
     common = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
     common |= {"kv_cache_memory_bytes": 8 << 20, "block_size": 16, "disable_log_stats": False}
     engine = vllm.LLM(**common | job["engine"])
-    rounds = []
+    rounds, seconds = [], []
     for requests in job["rounds"]:
         prompts = [{"prompt_token_ids": x["prompt"]} for x in requests]
         common = {"detokenize": False, "logprobs": 0, "prompt_logprobs": 0}
         params = [vllm.SamplingParams(**common | x["sampling"]) for x in requests]
-        rounds.append([of_request(x) for x in engine.generate(prompts, params, use_tqdm=False)])
+        start = time.perf_counter()
+        found = engine.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+        rounds.append([of_request(x) for x in found])
     metrics = {x.name: x.value for x in engine.get_metrics() if hasattr(x, "value")}
     engine.llm_engine.engine_core.shutdown()
-    return {"rounds": rounds, "metrics": metrics}
+    return {"rounds": rounds, "metrics": metrics, "seconds": seconds}
 
 
 def of_request(found):
@@ -35,7 +39,7 @@ def of_request(found):
     given = found.prompt_logprobs or []
     return {
         "tokens": list(out.token_ids),
-        "log_probs": [row[token].logprob for row, token in zip(out.logprobs, out.token_ids)],
+        "log_probs": [row[token].logprob for row, token in zip(out.logprobs or [], out.token_ids)],
         "prompt": [row[token].logprob for row, token in zip(given[1:], prompt[1:])],
     }
 
