@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-HERE = pathlib.Path(__file__).parent
+HERE, DEVICE = pathlib.Path(__file__).parent, "cuda"
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
 SIZES |= {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS = {
@@ -36,7 +36,7 @@ def make(name, folder):
 
     kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[name]
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES | MODELS[name]), dtype=torch.bfloat16)
         for parameter in model.parameters():  # larger than they are made, so that logits are not all alike
             if parameter.dim() > 1:
@@ -125,7 +125,7 @@ def main():
     plain = [job(folder, name, by, *kinds["together, alone"]) for name, by in cases[:2]]
     clock = time.perf_counter()
     processes = start(jobs, folder, "with", PYDET_VLLM="1"), start(plain, folder, "without", PYDET_VLLM="0")
-    models = {name: converted(str(folder / name), "bfloat16", "cuda") for name in dict.fromkeys(x for x, _ in cases)}
+    models = {name: converted(str(folder / name), "bfloat16", DEVICE) for name in dict.fromkeys(x for x, _ in cases)}
     answers = finish(processes[0], folder, "with", jobs, given.limit)
     others = finish(processes[1], folder, "without", plain, given.limit)
     print(
