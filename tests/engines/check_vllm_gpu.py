@@ -7,6 +7,7 @@ and a cache too small for all, from which sequences are thrown out. The same job
 the comparison finds nothing. Last come tokens a second, with the plugin and without, in turns."""
 
 import argparse
+import fcntl
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 
 HERE, DEVICE = pathlib.Path(__file__).parent, "cuda"
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
@@ -70,7 +72,7 @@ def rounds():
 
 def job(folder, name, by, options, asked):
     engine = {"model": str(folder / name), "model_impl": by, "dtype": "bfloat16", "max_num_seqs": 32}
-    engine |= {"max_model_len": 1024, "gpu_memory_utilization": 0.3} | options
+    engine |= {"max_model_len": 1024, "gpu_memory_utilization": 0.05} | options
     pages = engine.pop("pages", 4000)
     size = pages * PAGE * MODELS[name]["head_dim"] * SIZES["num_hidden_layers"]
     return {"engine": engine | {"kv_cache_memory_bytes": size}, "rounds": asked}
@@ -85,14 +87,17 @@ def start(jobs, folder, tag, **environment):
         return subprocess.Popen(command, stdin=source, stdout=log, stderr=log, env=os.environ | given)
 
 
-def finish(process, folder, tag, jobs, limit):
+def finish(process, folder, tag, jobs, end):
+    """What came of jobs by a time: their answers, or why there is none."""
+    why = "it ended before"
     try:
-        process.wait(limit)
+        process.wait(max(1.0, end - time.perf_counter()))
     except subprocess.TimeoutExpired:
         process.kill()
+        why = "it took too long"
     path = folder / f"{tag}.answers"
     answers = json.loads(path.read_text()) if path.exists() else []
-    return answers + [{"error": f"it ended before; {folder / tag}.log"}] * (len(jobs) - len(answers))
+    return answers + [{"error": f"{why}; {folder / tag}.log"}] * (len(jobs) - len(answers))
 
 
 def differing(found, other):
@@ -103,7 +108,7 @@ def differing(found, other):
 def main():
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--only", default="", help="names of models and of implementations, with commas between")
-    asked.add_argument("--limit", type=float, default=600, help="seconds of one process")
+    asked.add_argument("--limit", type=float, default=600, help="seconds of all")
     asked.add_argument("--timing", action=argparse.BooleanOptionalAction, default=True)
     asked.add_argument("--folder", type=pathlib.Path, default=None, help="where models and logs lie")
     given = asked.parse_args()
@@ -120,21 +125,26 @@ def main():
     only = [x for x in given.only.split(",") if x]
     cases = [case for case in CASES if all(x in case for x in only)]
     kinds = rounds()
-    plan = [(name, by, kind) for name, by in cases for kind in kinds]
-    jobs = [job(folder, name, by, *kinds[kind]) for name, by, kind in plan]
-    plain = [job(folder, name, by, *kinds["together, alone"]) for name, by in cases[:2]]
     clock = time.perf_counter()
-    processes = start(jobs, folder, "with", PYDET_VLLM="1"), start(plain, folder, "without", PYDET_VLLM="0")
+    end = clock + given.limit
+    runs = []  # a process for each model and implementation, and for some of them without the plugin
+    for plugin, name, by in [(True, *case) for case in cases] + [(False, *case) for case in cases[:2]]:
+        which = list(kinds) if plugin else ["together, alone"]
+        jobs = [job(folder, name, by, *kinds[kind]) for kind in which]
+        tag = f"{name}-{by}-{'with' if plugin else 'without'}"
+        runs.append((plugin, name, by, which, jobs, tag, start(jobs, folder, tag, PYDET_VLLM=str(int(plugin)))))
+    lock = os.open(folder / "turn", os.O_RDWR | os.O_CREAT)  # who holds it may time
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    clocks = timed(folder, cases[-1], str(folder / "turn"), requests) if given.timing else []
     models = {name: converted(str(folder / name), "bfloat16", DEVICE) for name in dict.fromkeys(x for x, _ in cases)}
-    answers = finish(processes[0], folder, "with", jobs, given.limit)
-    others = finish(processes[1], folder, "without", plain, given.limit)
-    print(
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; engines ran {time.perf_counter() - clock:.0f} s"
-    )
+    table = []
+    for plugin, name, by, which, jobs, tag, process in runs:
+        found = finish(process, folder, tag, jobs, end - 30 * given.timing)
+        table += [(plugin, name, by, kind, answer) for kind, answer in zip(which, found, strict=True)]
+    name, took = torch.cuda.get_device_name(), time.perf_counter() - clock
+    print(f"{name}, PyTorch {torch.__version__}, vLLM {version('vllm')}; engines ran {took:.0f} s")
     print(f"{'model':6} {'by':12} {'what':24} {'log-probabilities':>24} {'tokens':>12} {'alone':>6}  of the engine")
     bad = 0
-    table = [(True, *row, a) for row, a in zip(plan, answers, strict=True)]
-    table += [(False, name, by, "together, alone", a) for (name, by), a in zip(cases, others)]
     for plugin, name, by, kind, answer in table:
         label = f"{name:6} {by:12} {kind if plugin else 'without pydet':24}"
         if "error" in answer:
@@ -157,11 +167,15 @@ def main():
             bad += kind == "thrown out" and not metrics["num_preemptions"]
         else:
             bad += not wrong
-    del models
-    converted.cache_clear()
-    torch.cuda.empty_cache()
-    if given.timing:
-        timing(folder, cases, given.limit, requests)
+    os.close(lock)
+    for on, jobs, tag, process in clocks:
+        for answer, how in zip(finish(process, folder, tag, jobs, end), ("eager", "graphs")):
+            label = "{} {}, 32 sequences, 128 tokens each".format(*cases[-1]) + f", {how}, PYDET_VLLM={on}:"
+            if "error" in answer:
+                print(f"{label} FAILED: {answer['error'][:600]}")
+                continue
+            each = ", ".join(f"{32 * 128 / x:.0f}" for x in answer["seconds"][1:])
+            print(f"{label} tokens a second {each}", flush=True)
     print("0 differ" if not bad else f"{bad} of {len(table)} rows are not as they must be; logs in {folder}")
     return bool(bad)
 
@@ -169,22 +183,14 @@ def main():
 METRICS = ("vllm:prefix_cache_hits", "vllm:num_preemptions")
 
 
-def timing(folder, cases, limit, requests):
-    """Greedy tokens a second of 32 sequences, in turns; the first round of each process is not counted."""
+def timed(folder, case, lock, requests):
+    """Processes that sample greedily, 32 sequences, with the plugin and without: rounds in turns, once the lock is
+    free; the first is not counted."""
     quick = {"logprobs": None, "prompt_logprobs": None, "temperature": 0.0}
     batch = [x | {"sampling": x["sampling"] | quick} for x in requests(prompts([64] * 32), 128)]
-    name, by = cases[-1]
-    jobs = [job(folder, name, by, more, [batch] * 4) for more in ({}, GRAPHS)]
-    for turn in range(4):
-        tag, on = f"fast{turn}", str(turn % 2)
-        answers = finish(start(jobs, folder, tag, PYDET_VLLM=on), folder, tag, jobs, limit)
-        for answer, how in zip(answers, ("eager", "graphs")):
-            label = f"{name} {by}, 32 sequences, 128 tokens each, {how}, PYDET_VLLM={on}:"
-            if "error" in answer:
-                print(f"{label} FAILED: {answer['error'][:600]}")
-                continue
-            each = ", ".join(f"{32 * 128 / x:.0f}" for x in answer["seconds"][1:])
-            print(f"{label} tokens a second {each}", flush=True)
+    jobs = [job(folder, *case, more, [batch] * 4) | {"lock": lock} for more in ({}, GRAPHS)]
+    tags = [(on, f"timed-{on}") for on in ("0", "1")]
+    return [(on, jobs, tag, start(jobs, folder, tag, PYDET_VLLM=on)) for on, tag in tags]
 
 
 if __name__ == "__main__":
