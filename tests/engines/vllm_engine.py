@@ -3,8 +3,8 @@ each to the file that is its argument.
 
 A job is an engine and rounds of requests: {"engine": options of vllm.LLM, "rounds": [[{"prompt": [...], "sampling":
 options of SamplingParams}]]}. An answer holds a list for each round, {"tokens": [...], "log_probs": [...], "prompt":
-[...]} for each request, and the seconds of each round; or {"error": the sentence}. A job may name a file, "lock": the rounds
-of such jobs are run one at a time.
+[...]} for each request, and the seconds of each round; or {"error": the sentence}. A job may name a file, "lock": the
+rounds of such jobs are run one at a time.
 """
 
 import contextlib
