@@ -308,7 +308,8 @@ def install(settings: Settings) -> None:
         if attention.backend is None and not current_platform.is_cpu():
             attention.backend = AttentionBackendEnum.CUSTOM
         model = make(vllm_config, *arguments, **options)
-        take(model, vllm_config, initialize_model.pydet_settings)  # type: ignore[attr-defined]
+        with torch.device("cpu"):  # what is tried on the way; vLLM makes models under its own device
+            take(model, vllm_config, initialize_model.pydet_settings)  # type: ignore[attr-defined]
         return model
 
     initialize_model.pydet_settings = settings  # type: ignore[attr-defined]

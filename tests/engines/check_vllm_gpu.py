@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import entry_points
 
 HERE, DEVICE = pathlib.Path(__file__).parent, "cuda"
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
@@ -27,6 +27,7 @@ MODELS = {
 CASES = [("llama", "transformers"), ("qwen3", "transformers"), ("llama", "vllm"), ("qwen3", "vllm")]
 LENGTHS = [5 + (i * 37) % 300 for i in range(32)]
 ALONE = (0, 7, 31)
+TIMED = 64  # tokens of each of 32 sequences
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 GRAPHS |= {"max_model_len": 1024}
 PAGE = 2 * 16 * 4 * 2  # bytes of one element of each head: keys and values, 16 tokens, 4 heads, 2 bytes
@@ -120,6 +121,8 @@ def main():
 
     if not torch.cuda.is_available():
         sys.exit("vllm-gpu-check: PyTorch sees no GPU here, want one")
+    if not any(x.name == "pydet" for x in entry_points(group="vllm.general_plugins")):
+        sys.exit("vllm-gpu-check: pydet is not installed in this environment, so vLLM does not find its plugin")
     for name in MODELS:
         make(name, folder)
     only = [x for x in given.only.split(",") if x]
@@ -139,10 +142,11 @@ def main():
     models = {name: converted(str(folder / name), "bfloat16", DEVICE) for name in dict.fromkeys(x for x, _ in cases)}
     table = []
     for plugin, name, by, which, jobs, tag, process in runs:
-        found = finish(process, folder, tag, jobs, end - 30 * given.timing)
+        found = finish(process, folder, tag, jobs, end - 40 * given.timing)
         table += [(plugin, name, by, kind, answer) for kind, answer in zip(which, found, strict=True)]
     name, took = torch.cuda.get_device_name(), time.perf_counter() - clock
-    print(f"{name}, PyTorch {torch.__version__}, vLLM {version('vllm')}; engines ran {took:.0f} s")
+    of = next((answer["version"] for *_, answer in table if "version" in answer), "?")
+    print(f"{name}, PyTorch {torch.__version__}, vLLM {of}; engines ran {took:.0f} s")
     print(f"{'model':6} {'by':12} {'what':24} {'log-probabilities':>24} {'tokens':>12} {'alone':>6}  of the engine")
     bad = 0
     for plugin, name, by, kind, answer in table:
@@ -170,11 +174,11 @@ def main():
     os.close(lock)
     for on, jobs, tag, process in clocks:
         for answer, how in zip(finish(process, folder, tag, jobs, end), ("eager", "graphs")):
-            label = "{} {}, 32 sequences, 128 tokens each".format(*cases[-1]) + f", {how}, PYDET_VLLM={on}:"
+            label = "{} {}, 32 sequences".format(*cases[-1]) + f", {TIMED} tokens each, {how}, PYDET_VLLM={on}:"
             if "error" in answer:
                 print(f"{label} FAILED: {answer['error'][:600]}")
                 continue
-            each = ", ".join(f"{32 * 128 / x:.0f}" for x in answer["seconds"][1:])
+            each = ", ".join(f"{32 * TIMED / x:.0f}" for x in answer["seconds"][1:])
             print(f"{label} tokens a second {each}", flush=True)
     print("0 differ" if not bad else f"{bad} of {len(table)} rows are not as they must be; logs in {folder}")
     return bool(bad)
@@ -187,8 +191,8 @@ def timed(folder, case, lock, requests):
     """Processes that sample greedily, 32 sequences, with the plugin and without: rounds in turns, once the lock is
     free; the first is not counted."""
     quick = {"logprobs": None, "prompt_logprobs": None, "temperature": 0.0}
-    batch = [x | {"sampling": x["sampling"] | quick} for x in requests(prompts([64] * 32), 128)]
-    jobs = [job(folder, *case, more, [batch] * 4) | {"lock": lock} for more in ({}, GRAPHS)]
+    batch = [x | {"sampling": x["sampling"] | quick} for x in requests(prompts([64] * 32), TIMED)]
+    jobs = [job(folder, *case, more, [batch] * 3) | {"lock": lock} for more in ({}, GRAPHS)]
     tags = [(on, f"timed-{on}") for on in ("0", "1")]
     return [(on, jobs, tag, start(jobs, folder, tag, PYDET_VLLM=on)) for on, tag in tags]
 

@@ -3,8 +3,8 @@ each to the file that is its argument.
 
 A job is an engine and rounds of requests: {"engine": options of vllm.LLM, "rounds": [[{"prompt": [...], "sampling":
 options of SamplingParams}]]}. An answer holds a list for each round, {"tokens": [...], "log_probs": [...], "prompt":
-[...]} for each request, and the seconds of each round; or {"error": the sentence}. A job may name a file, "lock": the
-rounds of such jobs are run one at a time.
+[...]} for each request, the seconds of each round, and vLLM's version; or {"error": the sentence}. A job may name a
+file, "lock": the rounds of such jobs are run one at a time.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def answer(job):
         rounds.append([of_request(x) for x in found])
     metrics = {x.name: x.value for x in engine.get_metrics() if hasattr(x, "value")}
     engine.llm_engine.engine_core.shutdown()
-    return {"rounds": rounds, "metrics": metrics, "seconds": seconds}
+    return {"rounds": rounds, "metrics": metrics, "seconds": seconds, "version": vllm.__version__}
 
 
 def of_request(found):
