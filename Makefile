@@ -19,6 +19,7 @@
 #                 and checked in clean environments. It uploads nothing
 # make engines-check  vLLM, SGLang and verl on a CPU, in .venv-engines*: their log-probabilities beside the converted
 #                 model's. Downloads 3 GB; make vllm-check, sglang-check, verl-check: one of them
+# make vllm-gpu-check  the same of vLLM on a GPU, in the environment of PYTHON, where vLLM and pydet are installed
 # make docs       the documentation as a site, build/site/index.html; SITE_URL: where it will stand, REPO_URL: where the
 #                 sources do, which its pages then link
 # make clean      remove everything that was built
@@ -166,10 +167,12 @@ $(ENGINES)-verl/installed: $(OF_PYDET) | cpu
 	$(ENGINE_PIP) --no-deps 'verl==0.9.1'
 	touch $@
 
-.PHONY: engines-check vllm-check sglang-check verl-check
+.PHONY: engines-check vllm-check vllm-gpu-check sglang-check verl-check
 engines-check: vllm-check sglang-check verl-check
 vllm-check: $(ENGINES)/installed cpu
 	$(ENGINES)/bin/python -m pytest -q tests/engines/check_vllm.py
+vllm-gpu-check: cpu cuda
+	$(PYTHON) tests/engines/check_vllm_gpu.py
 sglang-check: $(ENGINES)-sglang/installed cpu
 	$(ENGINES)-sglang/bin/python -m pytest -q tests/engines/check_sglang.py
 verl-check: $(ENGINES)-verl/installed cpu
