@@ -67,6 +67,7 @@ thread_local std::vector<Warp> warps;
 thread_local jmp_buf scheduler;
 thread_local int current, threads, rank;
 thread_local int against[3];  // votes of the block: of this one, of one that some have not read, of one that all have
+thread_local int64_t came[16];  // to each barrier that some of the block's threads meet at
 thread_local bool moved;
 thread_local Cluster *cluster;
 thread_local const std::function<void()> *body;
@@ -128,6 +129,7 @@ void run_block(bool ascending, size_t shared_bytes) {
   if (int(fibers.size()) < threads) fibers.resize(threads);
   warps.assign((threads + kWarp - 1) / kWarp, Warp());
   memset(against, 0, sizeof against);
+  memset(came, 0, sizeof came);
   memset(shared_memory, 0x7F, shared_bytes);
   memset(staged_memory, 0x7F, shared_bytes);
   for (int i = 0; i < threads; ++i) {
@@ -203,6 +205,11 @@ void wait_copies(int in_flight) {
 void wait_until(const std::function<bool()> &holds) {
   while (!holds()) pause(State::waits);
   moved = true;
+}
+void meet_some(int id, int count) {
+  if (omits(barrier)) return;
+  const int64_t all = (came[id]++ / count + 1) * count;
+  wait_until([id, all] { return came[id] >= all; });
 }
 int cluster_blocks() { return cluster->blocks; }
 void arrive_at_cluster() { ++cluster->arrivals, ++fibers[current].arrivals; }

@@ -3,7 +3,8 @@
 // queries. 128 columns spill some registers, and are 1.6 times as fast for heads of 128 as two blocks of 64 columns
 // (H100).
 
-#include "gpu/nvidia/attention_backward_mma.h"
+#include <cstdlib>
+#include "gpu/nvidia/attention_backward_mma_team.h"
 #include "gpu/device.h"
 
 namespace pydet {
@@ -24,7 +25,7 @@ template <Type type, int columns, bool adjusts> class Keys {
         extent_(shared.extent),
         tile_(f_, extent_of(f_, s), tile, kRows) {
     if (threadIdx.x == 0) shared.extent = extent_of(f_, s);
-    __syncthreads();
+    meet_all();
   }
 
   __device__ bool empty() const { return tile_.empty(); }
@@ -34,13 +35,13 @@ template <Type type, int columns, bool adjusts> class Keys {
     begin(dv_, p_.dv, f_.e);
     const int from = int(tile_.queries.first), to = int(tile_.queries.end);
     if (from >= to) return;
-    __syncthreads();  // a walk before this one has left shared memory
+    meet_all();  // a walk before this one has left shared memory
     for (int i = int(threadIdx.x); i < 2 * kRows; i += kThreads) {
       const int r = i % kRows;
       const Heads &x = i < kRows ? f_.k : f_.v;
       shared_.tile[i / kRows][r] = tile_.owns(r) ? key_place_offset(x, s_, extent_, group_, tile_.key + r) : -1;
     }
-    __syncthreads();
+    meet_all();
     products_.load_tile(0, f_.k.data);
     products_.load_tile(1, f_.v.data);
     const int heads = int(heads_of_group(f_));
@@ -101,9 +102,9 @@ template <Type type, int columns, bool adjusts> class Keys {
 
   // Queries from i0 on of a head.
   __device__ void add(int i0, int64_t head, int from, int to, bool careful) {
-    __syncthreads();  // those before have been used
+    meet_all();  // those before have been used
     find_rows(i0, head, from, to);
-    __syncthreads();
+    meet_all();
     products_.load_walked(0, f_.q.data);
     products_.load_walked(1, p_.dout.data);
     products_.landed();
@@ -122,7 +123,7 @@ template <Type type, int columns, bool adjusts> class Keys {
       }
     weigh_pairs<adjusts>(p_, scale_, s_, extent_, seen, weights, gradients, Meeting{*this, i0, head});
     if (!products_.whole()) {
-      __syncthreads();
+      meet_all();
       products_.load_columns(0, f_.q.data, column0_);
       products_.load_columns(1, p_.dout.data, column0_);
       products_.landed();
@@ -186,6 +187,253 @@ __global__ void __launch_bounds__(kThreads, 2)
   keys.store();
 }
 
+
+// ---- Fast kernels ----------------------------------------------------------------------------------------------------
+
+// In tiles of the general kernel, `times` of which are one.
+template <Type type>
+__device__ __noinline__ void make_again(const AttentionBackward &p, const ScoreScale &scale, char *shared,
+                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence,
+                                        int64_t group, int times) {
+#pragma unroll 1
+  for (int64_t t = tile * times; t < (tile + 1) * times; ++t)
+#pragma unroll 1
+    for (int column0 = 0; column0 < p.forward.d || column0 < p.forward.e; column0 += 64) {
+      meet_all();
+      Keys<type, 64, false> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
+      if (keys.empty()) break;
+      keys.walk(true);
+      keys.store();
+    }
+}
+
+// A block has a tile of keys and all columns of dk and dv.
+template <Type type, class S> class FastKeys {
+  using T = Team<type, S>;
+  static constexpr TeamShape s = S::shape;
+
+ public:
+  struct Header {
+    Extent extent;
+    int2 seen[T::kRows];            // the queries that see a key
+    float lse[2][s.walked], delta[2][s.walked];
+  };
+  static_assert(sizeof(Header) <= TeamSizes<S>::kHeader);
+
+  __device__ FastKeys(const AttentionBackward &problem, const ScoreScale &scale, char *shared, int sequence, int group)
+      : p_(problem),
+        f_(problem.forward),
+        scale_(scale),
+        shared_(shared),
+        header_(*reinterpret_cast<Header *>(shared)),
+        sequence_(sequence),
+        group_(group) {}
+
+  // dk and dv, or what make_again is for: then true.
+  __device__ __forceinline__ bool make(int64_t tile_number) {
+    if (threadIdx.x == 0) header_.extent = extent_of(f_, sequence_);
+    __syncthreads();
+    const Extent &extent = header_.extent;
+    const KeysTile tile(f_, extent, tile_number, T::kRows);
+    if (tile.empty()) return false;
+#pragma unroll 1
+    for (int r = int(threadIdx.x); r < T::kRows; r += T::kThreads) {
+      const QueryRange range = tile.owns(r) ? queries_of(f_, extent, tile.key + r) : QueryRange{0, 0};
+      header_.seen[r] = make_int2(int(range.first), int(range.end));
+    }
+    from_ = int(tile.queries.first), to_ = int(tile.queries.end);
+    T::template copy_rows<T::kRows>(T::tile(shared_, 0), row0(f_.k, tile), 2 * f_.k.token_stride, tile.own, tile.own_end,
+                                    int(f_.d));
+    T::template copy_rows<T::kRows>(T::tile(shared_, 1), row0(f_.v, tile), 2 * f_.v.token_stride, tile.own, tile.own_end,
+                                    int(f_.e));
+    begin(dk_, p_.dk, f_.d, tile);
+    begin(dv_, p_.dv, f_.e, tile);
+    __syncthreads();
+    const int first = T::team() * s.rows, own = max(tile.own, first), own_end = min(tile.own_end, first + s.rows);
+    any_ = all_ = make_int2(0, 0);
+    if (own < own_end) {
+      any_ = make_int2(header_.seen[own].x, header_.seen[own_end - 1].y);
+      if (own_end - own == s.rows) all_ = make_int2(header_.seen[own_end - 1].x, header_.seen[own].y);
+    }
+    Step at = {int(tile.block), 0, first_of(int(tile.block))};
+    if (from_ < to_) load(at, 0);
+    int turn = 0;
+#pragma unroll 1
+    while (at.query < to_) {
+      wait_copies<0>();
+      __syncthreads();
+      const int query = at.query;
+      advance(at);
+      if (at.query < to_) load(at, turn ^ 1);
+      add(query, turn);
+      turn ^= 1;
+    }
+    wait_copies<0>();
+    if (__syncthreads_or(T::stray(dk_) || T::stray(dv_))) return true;
+    store(dk_, p_.dk, f_.d, tile);
+    store(dv_, p_.dv, f_.e, tile);
+    return false;
+  }
+
+ private:
+  // What is walked next: of a block of the contract's, a head's queries from `query` on.
+  struct Step {
+    int block, head, query;
+  };
+  __device__ int first_of(int block) const {
+    return from_ > block ? block + (from_ - block) / s.walked * s.walked : block;
+  }
+  __device__ void advance(Step &at) const {
+    at.query += s.walked;
+    if (at.query < at.block + kQueriesBlock && at.query < to_) return;
+    if (++at.head == int(heads_of_group(f_))) at.head = 0, at.block += kQueriesBlock;
+    at.query = first_of(at.block);
+  }
+
+  __device__ const char *row0(const Heads &x, const KeysTile &tile) const {
+    return x.data + 2 * place_offset(x, sequence_, header_.extent, group_, tile.place);
+  }
+  __device__ const char *query0(const Heads &x, const QueryRow &row) const {
+    return x.data + 2 * row_offset(x, sequence_, header_.extent, row);
+  }
+  __device__ __forceinline__ void load(const Step &at, int turn) {
+    const QueryRow row = {at.query, group_ * heads_of_group(f_) + at.head, {0, 0}};
+    const int begin = from_ - at.query, end = to_ - at.query;
+    T::template copy_rows<s.walked>(T::walked(shared_, turn, 0), query0(f_.q, row), 2 * f_.q.token_stride, begin, end,
+                                    int(f_.d));
+    T::template copy_rows<s.walked>(T::walked(shared_, turn, 1), query0(p_.dout, row), 2 * p_.dout.token_stride, begin,
+                                    end, int(f_.e));
+    if (int(threadIdx.x) < 2 * s.walked) {
+      const int w = int(threadIdx.x) % s.walked, which = int(threadIdx.x) / s.walked;
+      float *to = which ? &header_.delta[turn][w] : &header_.lse[turn][w];
+      if (w >= begin && w < end) {
+        const QueryRow mine = {at.query + w, row.head, {0, 0}};
+        copy_async_4(to, which ? deltas_of(p_) + delta_place(f_, sequence_, header_.extent, mine)
+                               : reinterpret_cast<const float *>(f_.lse.data) +
+                                     row_offset(f_.lse, sequence_, header_.extent, mine));
+      } else {
+        *to = 0.0f;
+      }
+    }
+    commit_copies();
+  }
+
+  __device__ bool sees_any(int query) const { return query < any_.y && query + T::kOwn > any_.x; }
+  __device__ __forceinline__ void add(int query0, int turn) {
+    const uint16_t *q = T::walked(shared_, turn, 0), *dout = T::walked(shared_, turn, 1);
+    const int query = query0 + T::member() * T::kOwn;
+    typename T::Factors weights, gradients;
+    if (sees_any(query)) {
+      typename T::Pairs x, y;
+      T::chain(x, T::tile(shared_, 0), q);
+      T::chain(y, T::tile(shared_, 1), dout);
+      weigh(x, y, query, turn);
+      T::round(weights, x);
+      T::round(gradients, y);
+      if (s.team > 1) T::give(shared_, 0, weights), T::give(shared_, 1, gradients);
+    }
+    T::meet();
+#pragma unroll
+    for (int of = 0; of < s.team; ++of) {
+      if (!sees_any(query0 + of * T::kOwn)) continue;
+      T::add(dv_, shared_, of, 0, weights, dout);
+      T::add(dk_, shared_, of, 1, gradients, q);
+    }
+  }
+  __device__ __forceinline__ void weigh(typename T::Pairs &x, typename T::Pairs &y, int query, int turn) const {
+    const bool all = query >= all_.x && query + T::kOwn <= all_.y;
+    const int w0 = T::member() * T::kOwn + pair();
+#pragma unroll
+    for (int i = 0; i < T::kOwn / 8; ++i) {
+      RowBehind behind[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        behind[e] = row_behind(header_.lse[turn][w0 + 8 * i + e], header_.delta[turn][w0 + 8 * i + e], f_.scale);
+#pragma unroll
+      for (int m = 0; m < T::kHigh; ++m)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const float weight = weight_again<Exp2>(x[m][i][q], scale_.c, behind[q % 2]);
+          y[m][i][q] = score_gradient(weight, y[m][i][q], f_.scale, behind[q % 2]);
+          x[m][i][q] = weight;
+        }
+    }
+    if (all) return;
+#pragma unroll
+    for (int m = 0; m < T::kHigh; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int2 seen = header_.seen[T::row_in_tile(m, h)];
+        const int first = seen.x - query - pair(), end = seen.y - query - pair();
+#pragma unroll
+        for (int i = 0; i < T::kOwn / 8; ++i)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (8 * i + e < first || 8 * i + e >= end) x[m][i][2 * h + e] = y[m][i][2 * h + e] = 0.0f;
+      }
+  }
+
+  __device__ __forceinline__ void begin(typename T::ColumnSums &sums, const Heads &to, int64_t width,
+                                        const KeysTile &tile) const {
+    T::each(sums, [&](float *two, int m, int h, int column) {
+      const int r = T::row_in_tile(m, h);
+      const bool continues = p_.accumulate && tile.owns(r) && column < width;
+      const int64_t at = place_offset(to, sequence_, header_.extent, group_, tile.place + r) + column;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) two[e] = continues ? reinterpret_cast<const float *>(to.data)[at + e] : 0.0f;
+    });
+  }
+  __device__ __forceinline__ void store(typename T::ColumnSums &sums, const Heads &to, int64_t width,
+                                        const KeysTile &tile) const {
+    T::each(sums, [&](const float *two, int m, int h, int column) {
+      const int r = T::row_in_tile(m, h);
+      if (r < tile.places && (tile.owns(r) || !p_.accumulate) && column < width)
+        T::store_two(to, place_offset(to, sequence_, header_.extent, group_, tile.place + r) + column, two);
+    });
+  }
+
+  const AttentionBackward &p_;
+  const Attention &f_;
+  const ScoreScale &scale_;
+  char *shared_;
+  Header &header_;
+  const int sequence_, group_;
+  int from_, to_;    // the queries that see any key of the tile
+  int2 any_, all_;   // those that see any of the team's, and all
+  typename T::ColumnSums dk_, dv_;
+};
+
+template <Type type, class S>
+__global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
+    fast_keys_kernel(const __grid_constant__ AttentionBackward p, const __grid_constant__ ScoreScale scale,
+                     const __grid_constant__ AttentionBackwardWay way) {
+  extern __shared__ __align__(128) char shared[];
+  uint32_t number = blockIdx.x;
+  const uint32_t groups = uint32_t(p.forward.groups), sequences = uint32_t(p.forward.sequences);
+  const int group = int(number % groups);
+  number /= groups;
+  const int sequence = int(number % sequences), tile = int(number / sequences);
+  bool again;
+  {
+    FastKeys<type, S> keys(p, scale, shared, sequence, group);
+    again = keys.make(tile);
+  }
+  if (again && threadIdx.x < unsigned(kThreads)) 
+    make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
+}
+
+template <int warps, int team, int rows, int walked, int depth, int blocks> struct FastShape {
+  static constexpr TeamShape shape = {warps, team, rows, walked, depth, blocks, 2};
+};
+#define VARIANTS(F)                                                                                               \
+  F(0, 8, 2, 32, 64, 128, 1) F(1, 4, 2, 32, 32, 128, 2) F(2, 4, 1, 16, 64, 128, 2) F(4, 4, 1, 32, 32, 64, 2)          \
+  F(6, 4, 1, 16, 64, 64, 2) F(7, 8, 2, 32, 64, 64, 1) F(8, 8, 2, 16, 32, 256, 1) F(9, 8, 4, 32, 64, 256, 1)
+inline int variant(const Attention &f) {
+  const char *x = getenv("PYDET_BWM_K");
+  const int64_t d = f.d > f.e ? f.d : f.e;
+  return x ? x[d <= 64 ? 0 : d <= 128 ? 1 : 2] - '0' : -1;
+}
+
 template <class F> pydet_status with_kernel(const AttentionBackward &p, F f) {
   return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
     constexpr Type type = decltype(element)::value;
@@ -203,6 +451,19 @@ pydet_status load_keys_mma(const char *name, const AttentionBackward &p) {
 
 pydet_status make_keys_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
   const Attention &f = p.forward;
+  const int chosen = variant(f);
+  if (f.q.type == Type::bf16 && takes_teams(p, way)) {
+#define RUN(N, ...)                                                                                                   \
+  if (chosen == N && f.d <= FastShape<__VA_ARGS__>::shape.depth && f.e <= FastShape<__VA_ARGS__>::shape.depth) {                                                                                                  \
+    using S = FastShape<__VA_ARGS__>;                                                                                 \
+    const int64_t blocks = f.groups * f.sequences * divide_up(f.keys, TeamSizes<S>::kRows);                           \
+    const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, TeamSizes<S>::kThreads),           \
+                          dim3(TeamSizes<S>::kThreads), TeamSizes<S>::kBytes};                                        \
+    return launch(shape, fast_keys_kernel<Type::bf16, S>, p, score_scale(f), again_way<S>(f));                        \
+  }
+    VARIANTS(RUN)
+#undef RUN
+  }
   return with_kernel(p, [&](auto kernel, int columns) {
     const int64_t slices = divide_up(f.d > f.e ? f.d : f.e, columns),
                   blocks = slices * f.groups * f.sequences * divide_up(f.keys, kRows);

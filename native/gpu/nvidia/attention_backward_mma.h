@@ -68,6 +68,9 @@ __device__ __forceinline__ int warp() { return int(threadIdx.x) / kWarp; }
 __device__ __forceinline__ int my_row(int h) { return 16 * warp() + lane() / 4 + 8 * h; }
 __device__ __forceinline__ int pair() { return lane() % 4 * 2; }
 
+// All threads of a general kernel: of a fast one's block, which makes a tile again, those that do.
+__device__ __forceinline__ void meet_all() { named_sync(15, kThreads); }
+
 using Scores = float[kWalked / 8][4];  // of 16 rows and what is walked, a warp's
 template <int columns> using Sums = float[columns / 8][4];
 
@@ -95,7 +98,7 @@ template <Type type, int columns> class Products {
     if (whole()) return chain_piece(sums, which, used(width(which)));
 #pragma unroll 1
     for (int d0 = 0; d0 < width(which); d0 += way_.width) {
-      __syncthreads();
+      meet_all();
       load<kRows>(tile(which), of_tile, shared_.tile[which], width(which), d0);
       load<kWalked>(walked(which), of_walked, shared_.walked[which], width(which), d0);
       landed();
@@ -114,7 +117,7 @@ template <Type type, int columns> class Products {
   __device__ void landed() {
     commit_copies();
     wait_copies<0>();
-    __syncthreads();
+    meet_all();
   }
 
   // sums += factors and the columns of what is walked from column0 on.
