@@ -241,7 +241,7 @@ template <Type type, class S> class FastKeys {
       const QueryRange range = tile.owns(r) ? queries_of(f_, extent, tile.key + r) : QueryRange{0, 0};
       header_.seen[r] = make_int2(int(range.first), int(range.end));
     }
-    from_ = int(tile.queries.first), to_ = int(tile.queries.end);
+    from_ = int(tile.queries.first), to_ = int(tile.queries.end), key0_ = int(tile.key);
     T::template copy_rows<T::kRows>(T::tile(shared_, 0), row0(f_.k, tile), 2 * f_.k.token_stride, tile.own, tile.own_end,
                                     int(f_.d));
     T::template copy_rows<T::kRows>(T::tile(shared_, 1), row0(f_.v, tile), 2 * f_.v.token_stride, tile.own, tile.own_end,
@@ -262,10 +262,10 @@ template <Type type, class S> class FastKeys {
     while (at.query < to_) {
       wait_copies<0>();
       __syncthreads();
-      const int query = at.query;
+      const Step now = at;
       advance(at);
       if (at.query < to_) load(at, turn ^ 1);
-      add(query, turn);
+      add(now.query, now.head, turn);
       turn ^= 1;
     }
     wait_copies<0>();
@@ -319,7 +319,7 @@ template <Type type, class S> class FastKeys {
   }
 
   __device__ bool sees_any(int query) const { return query < any_.y && query + T::kOwn > any_.x; }
-  __device__ __forceinline__ void add(int query0, int turn) {
+  __device__ __forceinline__ void add(int query0, int head, int turn) {
     const uint16_t *q = T::walked(shared_, turn, 0), *dout = T::walked(shared_, turn, 1);
     const int query = query0 + T::member() * T::kOwn;
     typename T::Factors weights, gradients;
@@ -327,7 +327,7 @@ template <Type type, class S> class FastKeys {
       typename T::Pairs x, y;
       T::chain(x, T::tile(shared_, 0), q);
       T::chain(y, T::tile(shared_, 1), dout);
-      weigh(x, y, query, turn);
+      weigh(x, y, query, group_ * heads_of_group(f_) + head, turn);
       T::round(weights, x);
       T::round(gradients, y);
       if (s.team > 1) T::give(shared_, 0, weights), T::give(shared_, 1, gradients);
@@ -340,8 +340,9 @@ template <Type type, class S> class FastKeys {
       T::add(dk_, shared_, of, 1, gradients, q);
     }
   }
-  __device__ __forceinline__ void weigh(typename T::Pairs &x, typename T::Pairs &y, int query, int turn) const {
-    const bool all = query >= all_.x && query + T::kOwn <= all_.y;
+  __device__ __forceinline__ void weigh(typename T::Pairs &x, typename T::Pairs &y, int query, int64_t head,
+                                        int turn) const {
+    const bool all = !f_.allowed.data && query >= all_.x && query + T::kOwn <= all_.y;
     const int w0 = T::member() * T::kOwn + pair();
 #pragma unroll
     for (int i = 0; i < T::kOwn / 8; ++i) {
@@ -363,13 +364,13 @@ template <Type type, class S> class FastKeys {
     for (int m = 0; m < T::kHigh; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int2 seen = header_.seen[T::row_in_tile(m, h)];
-        const int first = seen.x - query - pair(), end = seen.y - query - pair();
-#pragma unroll
-        for (int i = 0; i < T::kOwn / 8; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * i + e < first || 8 * i + e >= end) x[m][i][2 * h + e] = y[m][i][2 * h + e] = 0.0f;
+        const int r = T::row_in_tile(m, h), first = query + pair();
+        const int2 seen_by = header_.seen[r];
+        const uint32_t seen = T::seen_of(seen_by.x - first, seen_by.y - first, f_.allowed.data, [&](int w) {
+          const QueryRow row = {first + w, head, {0, kMostKeys}};
+          return sees(f_, sequence_, header_.extent, row, key0_ + r);
+        });
+        T::mask(x, m, h, seen), T::mask(y, m, h, seen);
       }
   }
 
@@ -399,6 +400,7 @@ template <Type type, class S> class FastKeys {
   Header &header_;
   const int sequence_, group_;
   int from_, to_;    // the queries that see any key of the tile
+  int key0_;         // its first
   int2 any_, all_;   // those that see any of the team's, and all
   typename T::ColumnSums dk_, dv_;
 };

@@ -40,6 +40,7 @@ constexpr int kStep = 16;           // of one mma
 constexpr int kVector = 8;          // elements in 16 bytes
 constexpr int kPad = kVector;       // so that eight rows at one column lie in all banks
 constexpr int kPiece = 128;         // columns of a head that is not there as a whole
+constexpr int kMostKeys = 1 << 30;
 
 PYDET_HD constexpr int used(int64_t d) { return int((d + kStep - 1) / kStep * kStep); }
 

@@ -1,6 +1,5 @@
 // What the fast kernels of attention's gradients by mma.sync share (attention_backward_keys_mma.cu,
-// attention_backward_queries_mma.cu): those of vectors that begin at multiples of 16 bytes, without mask, softcap and
-// bias.
+// attention_backward_queries_mma.cu): those of vectors that begin at multiples of 16 bytes, without softcap and bias.
 //
 //   A block has a tile of vectors of one side (keys, or queries) and walks vectors of the other side; both sides have two
 //   operands in swizzled rows: first q or k, second dout or v. What is walked takes turns in two places of shared memory:
@@ -34,7 +33,8 @@ template <class S> struct TeamSizes {
   static constexpr int kTileElements = kRows * s.depth, kWalkedElements = s.walked * s.depth;
   static constexpr int kWarpFactors = kHigh * kOwn / kStep * kWarp;  // of four words each
   static constexpr int kFactorsBytes = s.team > 1 ? s.factors * s.warps * kWarpFactors * 16 : 0;
-  static constexpr int kHeader = (kRows * 24 + 4 * 4 * s.walked + int(sizeof(Extent)) + 127) / 128 * 128;
+  static constexpr int kHeader =
+      (int(sizeof(Extent)) + (s.factors == 2 ? 8 * kRows + 16 * s.walked : 24 * kRows) + 127) / 128 * 128;
   static constexpr int kBytes = kHeader + 2 * (2 * kTileElements + 4 * kWalkedElements) + kFactorsBytes;
   static_assert(kRows % ::pydet::kRows == 0, "what is made again has whole tiles");
   static_assert(kOwn % kStep == 0 && kColumns % kStep == 0 && s.walked <= kQueriesBlock / 2);
@@ -47,7 +47,7 @@ inline bool in_pairs(const Heads &x) {
 }
 inline bool takes_teams(const AttentionBackward &p, const AttentionBackwardWay &way) {
   const Attention &f = p.forward;
-  return way.aligned && !adjusts_scores(f) && !f.allowed.data && deltas_of(p) && f.d <= 256 && f.e <= 256 &&
+  return way.aligned && !adjusts_scores(f) && deltas_of(p) && f.d <= 256 && f.e <= 256 &&
          f.d % 2 == 0 && f.e % 2 == 0 && in_pairs(p.dq) && in_pairs(p.dk) && in_pairs(p.dv);
 }
 // How the general kernel makes a tile again in so much shared memory.
@@ -210,7 +210,29 @@ template <Type type, class S> class Team : public TeamSizes<S> {
     }
   }
 
-  // f(element, m, h, column of the result, e) for all of a thread's.
+  // Which of a thread's pairs of one row are seen, a bit each: those of [first, end), counted from the thread's first one,
+  // and where there is a mask those that allowed(w) says.
+  template <class Allowed>
+  __device__ __forceinline__ static uint32_t seen_of(int first, int end, bool masked, Allowed allowed) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int n = 0; n < kOwn / 4; ++n) {
+      const int w = n / 2 * 8 + n % 2;
+      seen |= uint32_t(w >= first && w < end) << n;
+    }
+    if (masked)
+#pragma unroll 1
+      for (int n = 0; n < kOwn / 4; ++n)
+        if (seen >> n & 1 && !allowed(n / 2 * 8 + n % 2)) seen &= ~(1u << n);
+    return seen;
+  }
+  __device__ __forceinline__ static void mask(Pairs &x, int m, int h, uint32_t seen) {
+#pragma unroll
+    for (int n = 0; n < kOwn / 4; ++n)
+      if (!(seen >> n & 1)) x[m][n / 2][2 * h + n % 2] = 0.0f;
+  }
+
+  // f(two elements, m, h, column of the result) for all of a thread's.
   template <class F> __device__ __forceinline__ static void each(ColumnSums &sums, F f) {
 #pragma unroll
     for (int m = 0; m < kHigh; ++m)

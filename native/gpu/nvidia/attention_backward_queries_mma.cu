@@ -345,7 +345,7 @@ template <Type type, class S> class FastQueries {
       if (sees_any(key0 + of * T::kOwn)) T::add(sums_, shared_, of, 0, gradients, k);
   }
   __device__ __forceinline__ void weigh(const typename T::Pairs &x, typename T::Pairs &y, int key) const {
-    const bool all = key >= all_.x && key + T::kOwn <= all_.y;
+    const bool all = !f_.allowed.data && key >= all_.x && key + T::kOwn <= all_.y;
 #pragma unroll
     for (int m = 0; m < T::kHigh; ++m)
 #pragma unroll
@@ -365,13 +365,12 @@ template <Type type, class S> class FastQueries {
     for (int m = 0; m < T::kHigh; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const Row &row = header_.rows[T::row_in_tile(m, h)];
-        const int first = row.first - key - pair(), end = row.end - key - pair();
-#pragma unroll
-        for (int i = 0; i < T::kOwn / 8; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * i + e < first || 8 * i + e >= end) y[m][i][2 * h + e] = 0.0f;
+        const int r = T::row_in_tile(m, h), first = key + pair();
+        const Row &row = header_.rows[r];
+        const uint32_t seen =
+            T::seen_of(row.first - first, row.end - first, f_.allowed.data,
+                       [&](int w) { return sees(f_, sequence_, header_.extent, query_row(r), first + w); });
+        T::mask(y, m, h, seen);
       }
   }
 
@@ -409,9 +408,9 @@ __global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
 template <int warps, int team, int rows, int walked, int depth, int blocks> struct FastShape {
   static constexpr TeamShape shape = {warps, team, rows, walked, depth, blocks, 1};
 };
-#define VARIANTS(F) \
-  F(0, 8, 2, 32, 64, 128, 1) F(1, 4, 2, 32, 64, 128, 2) F(2, 4, 1, 16, 64, 128, 2) \
-  F(4, 4, 1, 32, 32, 64, 2) F(5, 4, 2, 32, 64, 64, 3) F(6, 4, 1, 16, 64, 64, 3) F(9, 8, 4, 32, 64, 256, 1)
+#define VARIANTS(F)                                                                                               \
+  F(0, 8, 2, 32, 64, 128, 1) F(1, 4, 2, 32, 64, 128, 2) F(2, 4, 1, 16, 64, 128, 2) F(4, 4, 1, 32, 32, 64, 2)          \
+  F(5, 4, 2, 32, 64, 64, 2) F(6, 4, 1, 16, 64, 64, 2) F(8, 8, 2, 16, 32, 256, 1) F(9, 8, 4, 32, 64, 256, 1)
 inline int variant(const Attention &f) {
   const char *x = getenv("PYDET_BWM_Q");
   const int64_t d = f.d > f.e ? f.d : f.e;
