@@ -57,7 +57,9 @@ def copied(p, x):
     return lambda: x.q.clone()
 
 
-@pytest.mark.parametrize("kind", ["prefill", "varlen", "backward", "backward_varlen", "decode", "paged", "backward_mma"])
+@pytest.mark.parametrize(
+    "kind", ["prefill", "varlen", "backward", "backward_varlen", "decode", "paged", "backward_mma"]
+)
 def test_draws(kind):
     drawn = cuda_attention.draw(kind, 300, 5)
     assert drawn == cuda_attention.draw(kind, 300, 5) != cuda_attention.draw(kind, 300, 6)
