@@ -128,6 +128,19 @@ def test_tiles(runs):
 
 
 @each("attention_backward")
+def test_many_tiles(runs, torch):
+    """As many tiles of 128 keys as there are multiprocessors, from which on they are not made smaller, and one less."""
+    tiles = torch.cuda.get_device_properties(0).multi_processor_count
+    for d, batch, causal in itertools.product((64, 128, 256), (tiles - 1, tiles), (False, True)):
+        tensors = runs.dense(batch, 2, 1, 70, 127 + causal, d)
+        runs.check(*tensors, causal=causal, what=f"d {d}, {batch} tiles, causal {causal}")
+    for d, (queries, keys) in itertools.product((64, 128), ((65, 257), (129, 191), (193, 65))):
+        runs.check(
+            *runs.dense(tiles // 4, 8, 4, queries, keys, d), causal=keys > 190, what=f"d {d}, {queries} x {keys}"
+        )
+
+
+@each("attention_backward")
 def test_vectors_that_begin_anywhere(runs, torch):
     """The same bits as of vectors at multiples of 16 bytes, by another kernel."""
     for d, queries, keys in ((64, 70, 130), (128, 130, 129), (256, 65, 100)):

@@ -66,7 +66,7 @@ thread_local std::vector<Fiber> fibers;
 thread_local std::vector<Warp> warps;
 thread_local jmp_buf scheduler;
 thread_local int current, threads, rank;
-thread_local int against[3];  // votes of the block: of this one, of one that some have not read, of one that all have
+thread_local int against[3];    // votes of the block: of this one, of one that some have not read, of one that all have
 thread_local int64_t came[16];  // to each barrier that some of the block's threads meet at
 thread_local bool moved;
 thread_local Cluster *cluster;

@@ -1,16 +1,14 @@
-// dk and dv of attention on tensor cores (attention_backward_mma.h): a block has 64 places of a sequence's keys and 64
-// or 128 columns of dk and dv. It walks the queries that see any of them in the contract's order: by 128, heads,
-// queries. 128 columns spill some registers, and are 1.6 times as fast for heads of 128 as two blocks of 64 columns
-// (H100).
+// dk and dv of attention on tensor cores: a general kernel, whose blocks have 64 places of a sequence's keys and 64
+// columns of dk and dv (attention_backward_mma.h), and a fast one with all columns (attention_backward_mma_team.h). Both
+// walk the queries that see any of their keys in the contract's order: by 128, heads, queries.
 
-#include <cstdlib>
 #include "gpu/nvidia/attention_backward_mma_team.h"
 #include "gpu/device.h"
 
 namespace pydet {
 namespace {
 
-template <Type type, int columns, bool adjusts> class Keys {
+template <Type type, bool adjusts> class Keys {
  public:
   __device__ Keys(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared,
                   const AttentionBackwardWay &way, int64_t tile, int64_t s, int64_t group, int column0)
@@ -54,7 +52,7 @@ template <Type type, int columns, bool adjusts> class Keys {
           if (i + kWalked > from) add(i, group_ * heads + h, from, to, careful);
   }
 
-  __device__ bool astray() { return __syncthreads_or(not_finite<columns>(dk_) || not_finite<columns>(dv_)) != 0; }
+  __device__ bool astray() { return __syncthreads_or(not_finite(dk_) || not_finite(dv_)) != 0; }
 
   __device__ void store() const {
     store(dk_, p_.dk, f_.d);
@@ -81,19 +79,19 @@ template <Type type, int columns, bool adjusts> class Keys {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int i = 0; i < columns / 8; ++i)
+      for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           if (column0_ + 8 * i + pair() + e < width) f(sums[i][2 * h + e], my_row(h), column0_ + 8 * i + pair() + e);
   }
-  __device__ void begin(Sums<columns> &sums, const Heads &to, int64_t width) const {
-    clear<columns>(sums);
+  __device__ void begin(Sums &sums, const Heads &to, int64_t width) const {
+    clear(sums);
     if (!p_.accumulate) return;
     each(sums, width, [&](float &x, int r, int column) {
       if (tile_.owns(r)) x = begin_sum(p_, to, place(to, r) + column);
     });
   }
-  __device__ void store(const Sums<columns> &sums, const Heads &to, int64_t width) const {
+  __device__ void store(const Sums &sums, const Heads &to, int64_t width) const {
     each(sums, width, [&](float x, int r, int column) {
       if (r < tile_.places && (tile_.owns(r) || !p_.accumulate))
         store_rounded(to.data, to.type, place(to, r) + column, settled(x));
@@ -160,16 +158,16 @@ template <Type type, int columns, bool adjusts> class Keys {
   const Attention &f_;
   const ScoreScale &scale_;
   Shared &shared_;
-  Products<type, columns> products_;
+  Products<type> products_;
   const int s_, group_, column0_;
   const Extent &extent_;
   const KeysTile tile_;
-  Sums<columns> dk_, dv_;
+  Sums dk_, dv_;
 };
 
 // Blocks: slices of columns, groups and sequences beside each other, then tiles from the first, which most queries see
 // where attention is causal.
-template <Type type, int columns, bool adjusts>
+template <Type type, bool adjusts>
 __global__ void __launch_bounds__(kThreads, 2)
     keys_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale, const AttentionBackwardWay way,
                 const int64_t slices) {
@@ -178,8 +176,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   int64_t number = blockIdx.x;
   const int64_t slice = number % slices, group = number / slices % f.groups;
   number = number / slices / f.groups;
-  Keys<type, columns, adjusts> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, number / f.sequences,
-                                    number % f.sequences, group, int(slice * columns));
+  Keys<type, adjusts> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, number / f.sequences,
+                           number % f.sequences, group, int(slice * kColumns));
   if (keys.empty()) return;
   bool careful = false;
   do keys.walk(careful);
@@ -187,20 +185,19 @@ __global__ void __launch_bounds__(kThreads, 2)
   keys.store();
 }
 
-
 // ---- Fast kernels ----------------------------------------------------------------------------------------------------
 
 // In tiles of the general kernel, `times` of which are one.
 template <Type type>
 __device__ __noinline__ void make_again(const AttentionBackward &p, const ScoreScale &scale, char *shared,
-                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence,
-                                        int64_t group, int times) {
+                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence, int64_t group,
+                                        int times) {
 #pragma unroll 1
   for (int64_t t = tile * times; t < (tile + 1) * times; ++t)
 #pragma unroll 1
-    for (int column0 = 0; column0 < p.forward.d || column0 < p.forward.e; column0 += 64) {
+    for (int column0 = 0; column0 < p.forward.d || column0 < p.forward.e; column0 += kColumns) {
       meet_all();
-      Keys<type, 64, false> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
+      Keys<type, false> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
       if (keys.empty()) break;
       keys.walk(true);
       keys.store();
@@ -215,8 +212,9 @@ template <Type type, class S> class FastKeys {
  public:
   struct Header {
     Extent extent;
-    int2 seen[T::kRows];            // the queries that see a key
-    float lse[2][s.walked], delta[2][s.walked];
+    Source q, dout, lse, delta;
+    int2 seen[T::kRows];  // the queries that see a key
+    float lse_of[2][s.walked], delta_of[2][s.walked];
   };
   static_assert(sizeof(Header) <= TeamSizes<S>::kHeader);
 
@@ -227,11 +225,22 @@ template <Type type, class S> class FastKeys {
         shared_(shared),
         header_(*reinterpret_cast<Header *>(shared)),
         sequence_(sequence),
-        group_(group) {}
+        group_(group),
+        heads_(int(heads_of_group(problem.forward))) {}
 
   // dk and dv, or what make_again is for: then true.
   __device__ __forceinline__ bool make(int64_t tile_number) {
-    if (threadIdx.x == 0) header_.extent = extent_of(f_, sequence_);
+    if (threadIdx.x == 0) {
+      const QueryRow row = {0, group_ * heads_of_group(f_), {0, 0}};
+      const auto source = [&](const Heads &x, int size) {
+        return Source{x.data + size * row_offset(x, sequence_, header_.extent, row), size * x.token_stride,
+                      size * x.head_stride};
+      };
+      header_.extent = extent_of(f_, sequence_);
+      header_.q = source(f_.q, 2), header_.dout = source(p_.dout, 2), header_.lse = source(f_.lse, 4);
+      header_.delta = {reinterpret_cast<const char *>(deltas_of(p_) + delta_place(f_, sequence_, header_.extent, row)),
+                       4 * f_.heads, 4};
+    }
     __syncthreads();
     const Extent &extent = header_.extent;
     const KeysTile tile(f_, extent, tile_number, T::kRows);
@@ -242,10 +251,10 @@ template <Type type, class S> class FastKeys {
       header_.seen[r] = make_int2(int(range.first), int(range.end));
     }
     from_ = int(tile.queries.first), to_ = int(tile.queries.end), key0_ = int(tile.key);
-    T::template copy_rows<T::kRows>(T::tile(shared_, 0), row0(f_.k, tile), 2 * f_.k.token_stride, tile.own, tile.own_end,
-                                    int(f_.d));
-    T::template copy_rows<T::kRows>(T::tile(shared_, 1), row0(f_.v, tile), 2 * f_.v.token_stride, tile.own, tile.own_end,
-                                    int(f_.e));
+    T::template copy_rows<T::kRows>(T::tile(shared_, 0), row0(f_.k, tile), 2 * f_.k.token_stride, tile.own,
+                                    tile.own_end, int(f_.d));
+    T::template copy_rows<T::kRows>(T::tile(shared_, 1), row0(f_.v, tile), 2 * f_.v.token_stride, tile.own,
+                                    tile.own_end, int(f_.e));
     begin(dk_, p_.dk, f_.d, tile);
     begin(dv_, p_.dv, f_.e, tile);
     __syncthreads();
@@ -286,34 +295,26 @@ template <Type type, class S> class FastKeys {
   __device__ void advance(Step &at) const {
     at.query += s.walked;
     if (at.query < at.block + kQueriesBlock && at.query < to_) return;
-    if (++at.head == int(heads_of_group(f_))) at.head = 0, at.block += kQueriesBlock;
+    if (++at.head == heads_) at.head = 0, at.block += kQueriesBlock;
     at.query = first_of(at.block);
   }
 
   __device__ const char *row0(const Heads &x, const KeysTile &tile) const {
     return x.data + 2 * place_offset(x, sequence_, header_.extent, group_, tile.place);
   }
-  __device__ const char *query0(const Heads &x, const QueryRow &row) const {
-    return x.data + 2 * row_offset(x, sequence_, header_.extent, row);
-  }
   __device__ __forceinline__ void load(const Step &at, int turn) {
-    const QueryRow row = {at.query, group_ * heads_of_group(f_) + at.head, {0, 0}};
     const int begin = from_ - at.query, end = to_ - at.query;
-    T::template copy_rows<s.walked>(T::walked(shared_, turn, 0), query0(f_.q, row), 2 * f_.q.token_stride, begin, end,
+    const Source &q = header_.q, &dout = header_.dout;
+    T::template copy_rows<s.walked>(T::walked(shared_, turn, 0), q.at(at.query, at.head), q.token_bytes, begin, end,
                                     int(f_.d));
-    T::template copy_rows<s.walked>(T::walked(shared_, turn, 1), query0(p_.dout, row), 2 * p_.dout.token_stride, begin,
+    T::template copy_rows<s.walked>(T::walked(shared_, turn, 1), dout.at(at.query, at.head), dout.token_bytes, begin,
                                     end, int(f_.e));
     if (int(threadIdx.x) < 2 * s.walked) {
       const int w = int(threadIdx.x) % s.walked, which = int(threadIdx.x) / s.walked;
-      float *to = which ? &header_.delta[turn][w] : &header_.lse[turn][w];
-      if (w >= begin && w < end) {
-        const QueryRow mine = {at.query + w, row.head, {0, 0}};
-        copy_async_4(to, which ? deltas_of(p_) + delta_place(f_, sequence_, header_.extent, mine)
-                               : reinterpret_cast<const float *>(f_.lse.data) +
-                                     row_offset(f_.lse, sequence_, header_.extent, mine));
-      } else {
-        *to = 0.0f;
-      }
+      float *to = which ? &header_.delta_of[turn][w] : &header_.lse_of[turn][w];
+      const Source &source = which ? header_.delta : header_.lse;
+      if (w >= begin && w < end) copy_async_4(to, reinterpret_cast<const float *>(source.at(at.query + w, at.head)));
+      else *to = 0.0f;
     }
     commit_copies();
   }
@@ -327,7 +328,7 @@ template <Type type, class S> class FastKeys {
       typename T::Pairs x, y;
       T::chain(x, T::tile(shared_, 0), q);
       T::chain(y, T::tile(shared_, 1), dout);
-      weigh(x, y, query, group_ * heads_of_group(f_) + head, turn);
+      weigh(x, y, query, group_ * heads_ + head, turn);
       T::round(weights, x);
       T::round(gradients, y);
       if (s.team > 1) T::give(shared_, 0, weights), T::give(shared_, 1, gradients);
@@ -349,7 +350,7 @@ template <Type type, class S> class FastKeys {
       RowBehind behind[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        behind[e] = row_behind(header_.lse[turn][w0 + 8 * i + e], header_.delta[turn][w0 + 8 * i + e], f_.scale);
+        behind[e] = row_behind(header_.lse_of[turn][w0 + 8 * i + e], header_.delta_of[turn][w0 + 8 * i + e], f_.scale);
 #pragma unroll
       for (int m = 0; m < T::kHigh; ++m)
 #pragma unroll
@@ -398,10 +399,10 @@ template <Type type, class S> class FastKeys {
   const ScoreScale &scale_;
   char *shared_;
   Header &header_;
-  const int sequence_, group_;
-  int from_, to_;    // the queries that see any key of the tile
-  int key0_;         // its first
-  int2 any_, all_;   // those that see any of the team's, and all
+  const int sequence_, group_, heads_;
+  int from_, to_;   // the queries that see any key of the tile
+  int key0_;        // its first
+  int2 any_, all_;  // those that see any of the team's, and all
   typename T::ColumnSums dk_, dv_;
 };
 
@@ -420,59 +421,58 @@ __global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
     FastKeys<type, S> keys(p, scale, shared, sequence, group);
     again = keys.make(tile);
   }
-  if (again && threadIdx.x < unsigned(kThreads)) 
+  if (again && threadIdx.x < unsigned(kThreads))
     make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
 }
 
-template <int warps, int team, int rows, int walked, int depth, int blocks> struct FastShape {
-  static constexpr TeamShape shape = {warps, team, rows, walked, depth, blocks, 2};
-};
-#define VARIANTS(F)                                                                                               \
-  F(0, 8, 2, 32, 64, 128, 1) F(1, 4, 2, 32, 32, 128, 2) F(2, 4, 1, 16, 64, 128, 2) F(4, 4, 1, 32, 32, 64, 2)          \
-  F(6, 4, 1, 16, 64, 64, 2) F(7, 8, 2, 32, 64, 64, 1) F(8, 8, 2, 16, 32, 256, 1) F(9, 8, 4, 32, 64, 256, 1)
-inline int variant(const Attention &f) {
-  const char *x = getenv("PYDET_BWM_K");
-  const int64_t d = f.d > f.e ? f.d : f.e;
-  return x ? x[d <= 64 ? 0 : d <= 128 ? 1 : 2] - '0' : -1;
-}
+using Narrow = TeamOf<4, 1, 32, 32, 64, 2, 2>;      // heads of up to 64
+using NarrowFew = TeamOf<4, 1, 16, 64, 64, 2, 2>;   // the same, where tiles are few
+using Usual = TeamOf<8, 2, 32, 64, 128, 1, 2>;      // of up to 128
+using Few = TeamOf<4, 1, 16, 64, 128, 2, 2>;        // the same, where tiles are few or shared memory is short
+using Wide = TeamOf<8, 4, 32, 64, 256, 1, 2>;       // of up to 256
+using WideShort = TeamOf<8, 2, 16, 32, 256, 1, 2>;  // the same, where shared memory is short
 
-template <class F> pydet_status with_kernel(const AttentionBackward &p, F f) {
+// general(kernel) or fast(kernel, its shape) of the one that takes it.
+template <class General, class Fast>
+pydet_status with_kernel(const AttentionBackward &p, const AttentionBackwardWay &way, General general, Fast fast) {
   return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
     constexpr Type type = decltype(element)::value;
-    if (adjusts_scores(p.forward)) return f(keys_kernel<type, 64, true>, 64);
-    return p.forward.d <= 64 && p.forward.e <= 64 ? f(keys_kernel<type, 64, false>, 64)
-                                                  : f(keys_kernel<type, 128, false>, 128);
+    const Attention &f = p.forward;
+    const bool few = f.groups * f.sequences * divide_up(f.keys, 128) < gpu_multiprocessors(f.device.id);
+    return with_shape<Narrow, NarrowFew, Usual, Few, Wide, WideShort>(
+        p, way, [&](auto shape) { return !few || TeamSizes<decltype(shape)>::kRows <= 64; },
+        [&](auto shape) { return fast(fast_keys_kernel<type, decltype(shape)>, shape); },
+        [&] {
+          return adjusts_scores(p.forward) ? general(keys_kernel<type, true>) : general(keys_kernel<type, false>);
+        });
   });
 }
 
 }  // namespace
 
-pydet_status load_keys_mma(const char *name, const AttentionBackward &p) {
-  return with_kernel(p, [&](auto kernel, int) { return load(name, kernel); });
+pydet_status load_keys_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
+  const auto load_one = [&](auto kernel, auto...) { return load(name, kernel); };
+  return with_kernel(p, way, load_one, load_one);
 }
 
 pydet_status make_keys_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
   const Attention &f = p.forward;
-  const int chosen = variant(f);
-  if (f.q.type == Type::bf16 && takes_teams(p, way)) {
-#define RUN(N, ...)                                                                                                   \
-  if (chosen == N && f.d <= FastShape<__VA_ARGS__>::shape.depth && f.e <= FastShape<__VA_ARGS__>::shape.depth) {                                                                                                  \
-    using S = FastShape<__VA_ARGS__>;                                                                                 \
-    const int64_t blocks = f.groups * f.sequences * divide_up(f.keys, TeamSizes<S>::kRows);                           \
-    const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, TeamSizes<S>::kThreads),           \
-                          dim3(TeamSizes<S>::kThreads), TeamSizes<S>::kBytes};                                        \
-    return launch(shape, fast_keys_kernel<Type::bf16, S>, p, score_scale(f), again_way<S>(f));                        \
-  }
-    VARIANTS(RUN)
-#undef RUN
-  }
-  return with_kernel(p, [&](auto kernel, int columns) {
-    const int64_t slices = divide_up(f.d > f.e ? f.d : f.e, columns),
-                  blocks = slices * f.groups * f.sequences * divide_up(f.keys, kRows);
-    const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, kThreads), dim3(kThreads),
-                          shared_bytes(way.width)};
-    return launch(shape, kernel, p, score_scale(f), way, slices);
-  });
+  const auto shape_of = [&](int64_t blocks, int threads, int bytes) {
+    return Launch{name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
+  };
+  return with_kernel(
+      p, way,
+      [&](auto kernel) {
+        const int64_t slices = divide_up(f.d > f.e ? f.d : f.e, kColumns),
+                      blocks = slices * f.groups * f.sequences * divide_up(f.keys, kRows);
+        return launch(shape_of(blocks, kThreads, shared_bytes(way.width)), kernel, p, score_scale(f), way, slices);
+      },
+      [&](auto kernel, auto shape) {
+        using Sizes = TeamSizes<decltype(shape)>;
+        const int64_t blocks = f.groups * f.sequences * divide_up(f.keys, Sizes::kRows);
+        return launch(shape_of(blocks, Sizes::kThreads, Sizes::kBytes), kernel, p, score_scale(f),
+                      again_way<decltype(shape)>(f));
+      });
 }
 
 }  // namespace pydet

@@ -1,5 +1,6 @@
-// What the two kernels of attention's gradients by mma.sync share (attention_backward_keys_mma.cu,
-// attention_backward_queries_mma.cu).
+// What the general kernels of attention's gradients by mma.sync share (attention_backward_keys_mma.cu,
+// attention_backward_queries_mma.cu). Most problems have fast ones (attention_backward_mma_team.h), which call these where
+// a result is not finite.
 //
 //   A block of four warps has a tile of 64 vectors, a warp 16 of them, of one side (keys, or queries); it walks vectors
 //   of the other side, 32 at a time. Both sides have two operands: first q or k, second dout or v. The products of a
@@ -24,9 +25,9 @@ struct AttentionBackwardWay {
 };
 inline bool adjusts_scores(const Attention &p) { return p.bias.data || p.softcap != 0.0f; }
 
-pydet_status load_keys_mma(const char *name, const AttentionBackward &);
+pydet_status load_keys_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
 pydet_status make_keys_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
-pydet_status load_queries_mma(const char *name, const AttentionBackward &);
+pydet_status load_queries_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
 pydet_status make_queries_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
 
 namespace {
@@ -37,6 +38,7 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kRows = 16 * kWarps;  // of a tile
 constexpr int kWalked = 32;         // keys or queries at a time
 constexpr int kStep = 16;           // of one mma
+constexpr int kColumns = 64;        // of a result, in a block
 constexpr int kVector = 8;          // elements in 16 bytes
 constexpr int kPad = kVector;       // so that eight rows at one column lie in all banks
 constexpr int kPiece = 128;         // columns of a head that is not there as a whole
@@ -73,10 +75,10 @@ __device__ __forceinline__ int pair() { return lane() % 4 * 2; }
 __device__ __forceinline__ void meet_all() { named_sync(15, kThreads); }
 
 using Scores = float[kWalked / 8][4];  // of 16 rows and what is walked, a warp's
-template <int columns> using Sums = float[columns / 8][4];
+using Sums = float[kColumns / 8][4];
 
 // Four operands side by side: of the tile and of what is walked, first q or k, second dout or v.
-template <Type type, int columns> class Products {
+template <Type type> class Products {
  public:
   __device__ Products(Shared &shared, const AttentionBackwardWay &way, const Attention &p)
       : shared_(shared), way_(way), p_(p), stride_(way.width + kPad) {}
@@ -122,7 +124,7 @@ template <Type type, int columns> class Products {
   }
 
   // sums += factors and the columns of what is walked from column0 on.
-  __device__ void add(Sums<columns> &sums, const Scores &factors, int which, int column0) const {
+  __device__ void add(Sums &sums, const Scores &factors, int which, int column0) const {
     const uint16_t *from = walked(which) + (whole() ? column0 : 0);
     const int here = used(width(which)) - column0;
 #pragma unroll
@@ -130,7 +132,7 @@ template <Type type, int columns> class Products {
       uint32_t a[4];
       load_left(a, factors, step);
 #pragma unroll
-      for (int i = 0; i < columns / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
         if (16 * i >= here) break;
         uint32_t b[4];
         load_right<true>(b, from + kStep * step * stride_ + 16 * i);
@@ -141,7 +143,7 @@ template <Type type, int columns> class Products {
   }
 
   // The same row by row, with zeros for what a row does not see. seen[h]: bit 2 i + e of element 2 h + e of piece i.
-  __device__ void add_by_rows(Sums<columns> &sums, const Scores &factors, const uint32_t (&seen)[2], int which,
+  __device__ void add_by_rows(Sums &sums, const Scores &factors, const uint32_t (&seen)[2], int which,
                               int column0) const {
     const uint16_t *from = walked(which) + (whole() ? column0 : 0);
     const int here = used(width(which)) - column0;
@@ -150,7 +152,7 @@ template <Type type, int columns> class Products {
       const uint32_t low = __shfl_sync(0xFFFFFFFFu, seen[0], r % 8 * 4 + lane() % 4),
                      high = __shfl_sync(0xFFFFFFFFu, seen[1], r % 8 * 4 + lane() % 4), bits = r < 8 ? low : high;
 #pragma unroll
-      for (int i = 0; i < columns / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
         if (16 * i >= here) break;
         float own[2][4];
 #pragma unroll
@@ -244,17 +246,17 @@ template <Type type, int columns> class Products {
   const int stride_;  // of the operands in shared memory
 };
 
-template <int columns> __device__ __forceinline__ void clear(Sums<columns> &sums) {
+__device__ __forceinline__ void clear(Sums &sums) {
 #pragma unroll
-  for (int i = 0; i < columns / 8; ++i)
+  for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
     for (int q = 0; q < 4; ++q) sums[i][q] = 0.0f;
 }
 
-template <int columns> __device__ __forceinline__ bool not_finite(const Sums<columns> &sums) {
+__device__ __forceinline__ bool not_finite(const Sums &sums) {
   bool found = false;
 #pragma unroll
-  for (int i = 0; i < columns / 8; ++i)
+  for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
     for (int q = 0; q < 4; ++q) found |= !(fabsf(sums[i][q]) < INFINITY);
   return found;

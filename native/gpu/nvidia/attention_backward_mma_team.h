@@ -23,18 +23,30 @@ struct TeamShape {
   int factors;      // that products of results have: weights and gradients of scores, or these alone
 };
 
+template <int warps, int team, int rows, int walked, int depth, int blocks, int factors> struct TeamOf {
+  static constexpr TeamShape shape = {warps, team, rows, walked, depth, blocks, factors};
+};
+
+// Where vectors, or numbers of rows, lie that are walked: of token 0 and of the group's first head.
+struct Source {
+  const char *from;
+  int64_t token_bytes, head_bytes;
+  PYDET_HD const char *at(int token, int head) const { return from + token * token_bytes + head * head_bytes; }
+};
+
 template <class S> struct TeamSizes {
   static constexpr TeamShape s = S::shape;
   static constexpr int kThreads = s.warps * kWarp, kTeams = s.warps / s.team;
-  static constexpr int kRows = kTeams * s.rows;                // of the tile
-  static constexpr int kHigh = s.rows / 16;                    // pieces of 16 rows
-  static constexpr int kOwn = s.walked / s.team;               // of what is walked, those whose pairs a warp makes
-  static constexpr int kColumns = s.depth / s.team;            // of the results, those that a warp sums
+  static constexpr int kRows = kTeams * s.rows;      // of the tile
+  static constexpr int kHigh = s.rows / 16;          // pieces of 16 rows
+  static constexpr int kOwn = s.walked / s.team;     // of what is walked, those whose pairs a warp makes
+  static constexpr int kColumns = s.depth / s.team;  // of the results, those that a warp sums
   static constexpr int kTileElements = kRows * s.depth, kWalkedElements = s.walked * s.depth;
   static constexpr int kWarpFactors = kHigh * kOwn / kStep * kWarp;  // of four words each
-  static constexpr int kFactorsBytes = s.team > 1 ? s.factors * s.warps * kWarpFactors * 16 : 0;
+  static constexpr int kFactorsBytes = s.team > 1 ? s.factors *s.warps *kWarpFactors * 16 : 0;
   static constexpr int kHeader =
-      (int(sizeof(Extent)) + (s.factors == 2 ? 8 * kRows + 16 * s.walked : 24 * kRows) + 127) / 128 * 128;
+      (int(sizeof(Extent) + 4 * sizeof(Source)) + (s.factors == 2 ? 8 * kRows + 16 * s.walked : 24 * kRows) + 127) /
+      128 * 128;
   static constexpr int kBytes = kHeader + 2 * (2 * kTileElements + 4 * kWalkedElements) + kFactorsBytes;
   static_assert(kRows % ::pydet::kRows == 0, "what is made again has whole tiles");
   static_assert(kOwn % kStep == 0 && kColumns % kStep == 0 && s.walked <= kQueriesBlock / 2);
@@ -47,8 +59,22 @@ inline bool in_pairs(const Heads &x) {
 }
 inline bool takes_teams(const AttentionBackward &p, const AttentionBackwardWay &way) {
   const Attention &f = p.forward;
-  return way.aligned && !adjusts_scores(f) && deltas_of(p) && f.d <= 256 && f.e <= 256 &&
-         f.d % 2 == 0 && f.e % 2 == 0 && in_pairs(p.dq) && in_pairs(p.dk) && in_pairs(p.dv);
+  return way.aligned && !adjusts_scores(f) && deltas_of(p) && f.d <= 256 && f.e <= 256 && f.d % 2 == 0 &&
+         f.e % 2 == 0 && in_pairs(p.dq) && in_pairs(p.dk) && in_pairs(p.dv);
+}
+template <class S> bool fits(const Attention &f) {
+  constexpr int depth = S::shape.depth;
+  return f.d <= depth && f.e <= depth && TeamSizes<S>::kBytes <= gpu_shared_bytes(f.device.id);
+}
+// fast(shape) with the first of the shapes that fits and is good(shape), or general().
+template <class... Shapes, class Good, class Fast, class General>
+pydet_status with_shape(const AttentionBackward &p, const AttentionBackwardWay &way, Good good, Fast fast,
+                        General general) {
+  pydet_status status = PYDET_OK;
+  bool found = false;
+  if (takes_teams(p, way))
+    ((found = found || (fits<Shapes>(p.forward) && good(Shapes()) && (status = fast(Shapes()), true))), ...);
+  return found ? status : general();
 }
 // How the general kernel makes a tile again in so much shared memory.
 template <class S> AttentionBackwardWay again_way(const Attention &f) {
@@ -96,8 +122,8 @@ template <Type type, class S> class Team : public TeamSizes<S> {
   }
   // Those of `rows` that lie in [begin, end); from: where row 0 would begin.
   template <int rows>
-  __device__ __forceinline__ static void copy_rows(uint16_t *to, const char *from, int64_t row_bytes, int begin, int end,
-                                                   int columns) {
+  __device__ __forceinline__ static void copy_rows(uint16_t *to, const char *from, int64_t row_bytes, int begin,
+                                                   int end, int columns) {
     static_assert(rows % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
     const int r = int(threadIdx.x) / kMembers;
     from += r * row_bytes;
@@ -190,8 +216,7 @@ template <Type type, class S> class Team : public TeamSizes<S> {
 #pragma unroll
       for (int m = 0; m < kHigh; ++m)
         if constexpr (s.team > 1) {
-          const uint4 x =
-              factors_of(shared, team() * s.team + of, which)[(m * (kOwn / kStep) + step) * kWarp];
+          const uint4 x = factors_of(shared, team() * s.team + of, which)[(m * (kOwn / kStep) + step) * kWarp];
           a[m][0] = x.x, a[m][1] = x.y, a[m][2] = x.z, a[m][3] = x.w;
         } else {
 #pragma unroll
@@ -243,9 +268,8 @@ template <Type type, class S> class Team : public TeamSizes<S> {
   }
   __device__ __forceinline__ static bool stray(ColumnSums &sums) {
     bool found = false;
-    each(sums, [&](const float *two, int, int, int) {
-      found |= !(fabsf(two[0]) < INFINITY) || !(fabsf(two[1]) < INFINITY);
-    });
+    each(sums,
+         [&](const float *two, int, int, int) { found |= !(fabsf(two[0]) < INFINITY) || !(fabsf(two[1]) < INFINITY); });
     return found;
   }
   // Two elements of a result, from `at` on.

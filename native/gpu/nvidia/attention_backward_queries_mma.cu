@@ -1,14 +1,14 @@
-// dq of attention on tensor cores (attention_backward_mma.h): a block has 64 rows, each a query of one of a group's
-// heads, and 64 or 128 columns of dq. It walks the contract's blocks of keys from the last, each from its first key.
+// dq of attention on tensor cores: a general kernel, whose blocks have 64 rows, each a query of one of a group's heads,
+// and 64 columns of dq (attention_backward_mma.h), and a fast one with all columns (attention_backward_mma_team.h). Both
+// walk the contract's blocks of keys from the last, each from its first key.
 
-#include <cstdlib>
 #include "gpu/nvidia/attention_backward_mma_team.h"
 #include "gpu/device.h"
 
 namespace pydet {
 namespace {
 
-template <Type type, int columns, bool adjusts> class Queries {
+template <Type type, bool adjusts> class Queries {
  public:
   __device__ Queries(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared,
                      const AttentionBackwardWay &way, int64_t tile, int64_t s, int64_t group, int column0)
@@ -43,7 +43,7 @@ template <Type type, int columns, bool adjusts> class Queries {
 
   // Blocks of keys from the last.
   __device__ void walk(bool careful) {
-    clear<columns>(dq_);
+    clear(dq_);
     if (from_ >= to_) return;
     meet_all();  // a walk before this one has left shared memory
     for (int i = int(threadIdx.x); i < 2 * kRows; i += kThreads) {
@@ -57,19 +57,19 @@ template <Type type, int columns, bool adjusts> class Queries {
     const int block = block_keys(f_.d);
 #pragma unroll 1
     for (int j0 = (to_ - 1) / block * block; j0 >= 0 && j0 + block > from_; j0 -= block) {
-      Sums<columns> sums;
-      clear<columns>(sums);
+      Sums sums;
+      clear(sums);
 #pragma unroll 1
       for (int j = j0; j < j0 + block && j < to_; j += kWalked)
         if (j + kWalked > from_) add(sums, j, careful);
 #pragma unroll
-      for (int i = 0; i < columns / 8; ++i)
+      for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
         for (int q = 0; q < 4; ++q) dq_[i][q] += sums[i][q];
     }
   }
 
-  __device__ bool astray() { return __syncthreads_or(not_finite<columns>(dq_)) != 0; }
+  __device__ bool astray() { return __syncthreads_or(not_finite(dq_)) != 0; }
 
   __device__ void store() const {
 #pragma unroll
@@ -77,7 +77,7 @@ template <Type type, int columns, bool adjusts> class Queries {
       if (my_row(h) >= rows_) continue;
       const int64_t at = row_offset(p_.dq, s_, extent_, tile_row(my_row(h)));
 #pragma unroll
-      for (int i = 0; i < columns / 8; ++i)
+      for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int column = column0_ + 8 * i + pair() + e;
@@ -117,7 +117,7 @@ template <Type type, int columns, bool adjusts> class Queries {
   }
 
   // Keys from j0 on.
-  __device__ void add(Sums<columns> &sums, int j0, bool careful) {
+  __device__ void add(Sums &sums, int j0, bool careful) {
     meet_all();  // those before have been used
     for (int i = int(threadIdx.x); i < 2 * kWalked; i += kThreads) {
       const int j = j0 + i % kWalked;
@@ -154,7 +154,7 @@ template <Type type, int columns, bool adjusts> class Queries {
   const Attention &f_;
   const ScoreScale &scale_;
   Shared &shared_;
-  Products<type, columns> products_;
+  Products<type> products_;
   const int s_, group_, column0_;
   const Extent &extent_;
   const int64_t row0_;
@@ -162,23 +162,22 @@ template <Type type, int columns, bool adjusts> class Queries {
   int from_, to_;          // keys that any row may see
   int first_[2], end_[2];  // those that my_row(h) may see
   RowBehind behind_[2];
-  Sums<columns> dq_;
+  Sums dq_;
 };
 
 // Tiles from the last, whose rows see most keys where attention is causal.
-template <Type type, int columns, bool adjusts>
+template <Type type, bool adjusts>
 __global__ void __launch_bounds__(kThreads, 2)
     queries_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale, const AttentionBackwardWay way,
                    const int64_t tiles) {
   extern __shared__ __align__(128) char shared[];
   const Attention &f = p.forward;
-  const int64_t slices = (f.d + columns - 1) / columns;
+  const int64_t slices = (f.d + kColumns - 1) / kColumns;
   int64_t number = blockIdx.x;
   const int64_t slice = number % slices, group = number / slices % f.groups;
   number = number / slices / f.groups;
-  Queries<type, columns, adjusts> queries(p, scale, *reinterpret_cast<Shared *>(shared), way,
-                                          tiles - 1 - number / f.sequences, number % f.sequences, group,
-                                          int(slice * columns));
+  Queries<type, adjusts> queries(p, scale, *reinterpret_cast<Shared *>(shared), way, tiles - 1 - number / f.sequences,
+                                 number % f.sequences, group, int(slice * kColumns));
   if (queries.empty()) return;
   bool careful = false;
   do queries.walk(careful);
@@ -186,20 +185,19 @@ __global__ void __launch_bounds__(kThreads, 2)
   queries.store();
 }
 
-
 // ---- Fast kernels ----------------------------------------------------------------------------------------------------
 
 // In tiles of the general kernel, `times` of which are one.
 template <Type type>
 __device__ __noinline__ void make_again(const AttentionBackward &p, const ScoreScale &scale, char *shared,
-                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence,
-                                        int64_t group, int times) {
+                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence, int64_t group,
+                                        int times) {
 #pragma unroll 1
   for (int64_t t = tile * times; t < (tile + 1) * times; ++t)
 #pragma unroll 1
-    for (int column0 = 0; column0 < p.forward.d; column0 += 64) {
+    for (int column0 = 0; column0 < p.forward.d; column0 += kColumns) {
       meet_all();
-      Queries<type, 64, false> queries(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
+      Queries<type, false> queries(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
       if (queries.empty()) break;
       queries.walk(true);
       queries.store();
@@ -217,6 +215,7 @@ template <Type type, class S> class FastQueries {
   };
   struct Header {
     Extent extent;
+    Source k, v;
     Row rows[T::kRows];
     RowBehind behind[T::kRows];
   };
@@ -234,7 +233,13 @@ template <Type type, class S> class FastQueries {
 
   // dq, or what make_again is for: then true.
   __device__ __forceinline__ bool make(int64_t tile) {
-    if (threadIdx.x == 0) header_.extent = extent_of(f_, sequence_);
+    if (threadIdx.x == 0) {
+      const auto source = [&](const Heads &x) {
+        return Source{x.data + 2 * key_place_offset(x, sequence_, header_.extent, group_, 0), 2 * x.token_stride, 0};
+      };
+      header_.extent = extent_of(f_, sequence_);
+      header_.k = source(f_.k), header_.v = source(f_.v);
+    }
     __syncthreads();
     const Extent &extent = header_.extent;
     const int64_t first = tile * T::kRows, left = extent.queries * heads_of_group(f_) - first;
@@ -315,14 +320,13 @@ template <Type type, class S> class FastQueries {
       T::copy_row(T::tile(shared_, which), r, x.data + 2 * row_offset(x, sequence_, header_.extent, query_row(r)),
                   r < count, columns);
   }
-  __device__ __forceinline__ void load_walked(int which, const Heads &x, int columns, int key, int turn) {
-    T::template copy_rows<s.walked>(T::walked(shared_, turn, which),
-                                    x.data + 2 * key_place_offset(x, sequence_, header_.extent, group_, key),
-                                    2 * x.token_stride, from_ - key, to_ - key, columns);
+  __device__ __forceinline__ void load_walked(int which, const Source &x, int columns, int key, int turn) {
+    T::template copy_rows<s.walked>(T::walked(shared_, turn, which), x.at(key, 0), x.token_bytes, from_ - key,
+                                    to_ - key, columns);
   }
   __device__ __forceinline__ void load(const Step &at, int turn) {
-    load_walked(0, f_.k, int(f_.d), at.key, turn);
-    load_walked(1, f_.v, int(f_.e), at.key, turn);
+    load_walked(0, header_.k, int(f_.d), at.key, turn);
+    load_walked(1, header_.v, int(f_.e), at.key, turn);
     commit_copies();
   }
 
@@ -367,9 +371,9 @@ template <Type type, class S> class FastQueries {
       for (int h = 0; h < 2; ++h) {
         const int r = T::row_in_tile(m, h), first = key + pair();
         const Row &row = header_.rows[r];
-        const uint32_t seen =
-            T::seen_of(row.first - first, row.end - first, f_.allowed.data,
-                       [&](int w) { return sees(f_, sequence_, header_.extent, query_row(r), first + w); });
+        const uint32_t seen = T::seen_of(row.first - first, row.end - first, f_.allowed.data, [&](int w) {
+          return sees(f_, sequence_, header_.extent, query_row(r), first + w);
+        });
         T::mask(y, m, h, seen);
       }
   }
@@ -401,58 +405,57 @@ __global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
     FastQueries<type, S> queries(p, scale, shared, sequence, group);
     again = queries.make(tile);
   }
-  if (again && threadIdx.x < unsigned(kThreads)) 
+  if (again && threadIdx.x < unsigned(kThreads))
     make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
 }
 
-template <int warps, int team, int rows, int walked, int depth, int blocks> struct FastShape {
-  static constexpr TeamShape shape = {warps, team, rows, walked, depth, blocks, 1};
-};
-#define VARIANTS(F)                                                                                               \
-  F(0, 8, 2, 32, 64, 128, 1) F(1, 4, 2, 32, 64, 128, 2) F(2, 4, 1, 16, 64, 128, 2) F(4, 4, 1, 32, 32, 64, 2)          \
-  F(5, 4, 2, 32, 64, 64, 2) F(6, 4, 1, 16, 64, 64, 2) F(8, 8, 2, 16, 32, 256, 1) F(9, 8, 4, 32, 64, 256, 1)
-inline int variant(const Attention &f) {
-  const char *x = getenv("PYDET_BWM_Q");
-  const int64_t d = f.d > f.e ? f.d : f.e;
-  return x ? x[d <= 64 ? 0 : d <= 128 ? 1 : 2] - '0' : -1;
-}
+using Narrow = TeamOf<4, 1, 32, 32, 64, 2, 1>;      // heads of up to 64
+using Usual = TeamOf<4, 2, 32, 64, 128, 2, 1>;      // of up to 128, where two blocks have room
+using Alone = TeamOf<8, 2, 32, 64, 128, 1, 1>;      // where one has
+using Short = TeamOf<4, 1, 16, 64, 128, 2, 1>;      // the same, where shared memory is short
+using Wide = TeamOf<8, 4, 32, 64, 256, 1, 1>;       // of up to 256
+using WideShort = TeamOf<8, 2, 16, 32, 256, 1, 1>;  // the same, where shared memory is short
 
-template <class F> pydet_status with_kernel(const AttentionBackward &p, F f) {
+// general(kernel) or fast(kernel, its shape) of the one that takes it.
+template <class General, class Fast>
+pydet_status with_kernel(const AttentionBackward &p, const AttentionBackwardWay &way, General general, Fast fast) {
   return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
     constexpr Type type = decltype(element)::value;
-    if (adjusts_scores(p.forward)) return f(queries_kernel<type, 64, true>, 64);
-    return p.forward.d <= 64 ? f(queries_kernel<type, 64, false>, 64) : f(queries_kernel<type, 128, false>, 128);
+    const bool room = gpu_shared_bytes(p.forward.device.id) >= 2 * (TeamSizes<Usual>::kBytes + 1024);
+    return with_shape<Narrow, Usual, Alone, Short, Wide, WideShort>(
+        p, way, [&](auto shape) { return room || !std::is_same<decltype(shape), Usual>::value; },
+        [&](auto shape) { return fast(fast_queries_kernel<type, decltype(shape)>, shape); },
+        [&] {
+          return adjusts_scores(p.forward) ? general(queries_kernel<type, true>) : general(queries_kernel<type, false>);
+        });
   });
 }
 
 }  // namespace
 
-pydet_status load_queries_mma(const char *name, const AttentionBackward &p) {
-  return with_kernel(p, [&](auto kernel, int) { return load(name, kernel); });
+pydet_status load_queries_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
+  const auto load_one = [&](auto kernel, auto...) { return load(name, kernel); };
+  return with_kernel(p, way, load_one, load_one);
 }
 
 pydet_status make_queries_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
   const Attention &f = p.forward;
-  const int chosen = variant(f);
-  if (f.q.type == Type::bf16 && takes_teams(p, way)) {
-#define RUN(N, ...)                                                                                                   \
-  if (chosen == N && f.d <= FastShape<__VA_ARGS__>::shape.depth && f.e <= FastShape<__VA_ARGS__>::shape.depth) {                                                                                                  \
-    using S = FastShape<__VA_ARGS__>;                                                                                 \
-    const int64_t tiles = divide_up(rows_of_group(f), TeamSizes<S>::kRows), blocks = f.groups * f.sequences * tiles;  \
-    const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, TeamSizes<S>::kThreads),           \
-                          dim3(TeamSizes<S>::kThreads), TeamSizes<S>::kBytes};                                        \
-    return launch(shape, fast_queries_kernel<Type::bf16, S>, p, score_scale(f), again_way<S>(f), uint32_t(tiles));    \
-  }
-    VARIANTS(RUN)
-#undef RUN
-  }
-  return with_kernel(p, [&](auto kernel, int columns) {
-    const int64_t tiles = divide_up(rows_of_group(f), kRows),
-                  blocks = divide_up(f.d, columns) * f.groups * f.sequences * tiles;
-    const Launch shape = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, kThreads), dim3(kThreads),
-                          shared_bytes(way.width)};
-    return launch(shape, kernel, p, score_scale(f), way, tiles);
-  });
+  const auto shape_of = [&](int64_t blocks, int threads, int bytes) {
+    return Launch{name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
+  };
+  return with_kernel(
+      p, way,
+      [&](auto kernel) {
+        const int64_t tiles = divide_up(rows_of_group(f), kRows),
+                      blocks = divide_up(f.d, kColumns) * f.groups * f.sequences * tiles;
+        return launch(shape_of(blocks, kThreads, shared_bytes(way.width)), kernel, p, score_scale(f), way, tiles);
+      },
+      [&](auto kernel, auto shape) {
+        using Sizes = TeamSizes<decltype(shape)>;
+        const int64_t tiles = divide_up(rows_of_group(f), Sizes::kRows), blocks = f.groups * f.sequences * tiles;
+        return launch(shape_of(blocks, Sizes::kThreads, Sizes::kBytes), kernel, p, score_scale(f),
+                      again_way<decltype(shape)>(f), uint32_t(tiles));
+      });
 }
 
 }  // namespace pydet
