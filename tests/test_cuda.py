@@ -913,6 +913,7 @@ def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
 def test_block_sums_equal_cpu(device, kernel, dtype):
     """Around the 256 blocks that are joined at a time too. The kernel that leaves no partial sums refuses them."""
     shapes = [*test_rmsnorm.BLOCK_SHAPES, (2048, 512), (1025, 1000), (300, 4096), (1300, 8200)]
+    shapes += [(257, 5121), (513, 6147), (300, 8192)]
     shapes += [(256 * 256 + rest, 8) for rest in (-1, 0, 1, 257)]
     taken = 0
 

@@ -1,5 +1,6 @@
 """The files about the project say what its code says: licence, changelog, package description."""
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -95,3 +96,13 @@ def test_each_word_of_a_row_kernels_name_is_in_the_glossary():
     names = re.findall(r'"cuda_(?:rmsnorm|layernorm|softmax)_(\w+)"', table)
     words = {word for name in names for word in name.split("_")} - {"backward"}
     assert len(words) > 10 and words <= glossary, words - glossary
+
+
+def test_the_map_of_tests_finds_every_file():
+    named = set(re.findall(r"`(test_[\w*]+\.py)`", (ROOT / "tests/README.md").read_text()))
+    operations = {path.name for path in (ROOT / "native/ops").iterdir()}
+    operations |= set(re.findall(r"^PYDET_API pydet_status pydet_(\w+)\(", HEADER.read_text(), flags=re.M))
+    patterns = named - {"test_X.py", "test_cuda_X.py"} | {f"test_{x}*.py" for x in operations} | {"test_cuda_*.py"}
+    files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert not {name for name in files if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    assert all(fnmatch.filter(files, name.replace("X", "*")) for name in named), named
