@@ -425,6 +425,8 @@ __global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
     make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
 }
 
+// TFLOP/s of their four products on an H200, 4096 queries and keys, without a mask: 231 and 215, 282 and 263 (1000 of 8
+// groups: Few is faster by a third), 265 and 200.
 using Narrow = TeamOf<4, 1, 32, 32, 64, 2, 2>;      // heads of up to 64
 using NarrowFew = TeamOf<4, 1, 16, 64, 64, 2, 2>;   // the same, where tiles are few
 using Usual = TeamOf<8, 2, 32, 64, 128, 1, 2>;      // of up to 128

@@ -409,6 +409,8 @@ __global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
     make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
 }
 
+// TFLOP/s of their three products on an H200, 4096 queries and keys, without a mask: 257, 299, 283 and 287 (of which one
+// multiprocessor had two), 242 and 186.
 using Narrow = TeamOf<4, 1, 32, 32, 64, 2, 1>;      // heads of up to 64
 using Usual = TeamOf<4, 2, 32, 64, 128, 2, 1>;      // of up to 128, where two blocks have room
 using Alone = TeamOf<8, 2, 32, 64, 128, 1, 1>;      // where one has
