@@ -1177,8 +1177,7 @@ def test_norms_on_few_multiprocessors(torch, free):
     """The bits of a call that has 1, 66 or all of the device's multiprocessors to run on."""
     free = free or torch.cuda.get_device_properties(0).multi_processor_count
     sizes = [(4096, 256), (4096, 1024), (8192, 512), (1100, 4096), (600, 8192), (300, 16384), (64, 16392)]
-    if free > 1:  # blocks in clusters, of which one multiprocessor does not hold four
-        sizes += [(33000, 256), (9000, 2048)]
+    sizes += [(33000, 256), (9000, 2048)]
     for m, n in sizes:
         x, dy = (torch.randn(m, n, device="cuda").to(torch.bfloat16) for _ in range(2))
         weight = torch.randn(n, device="cuda")

@@ -71,9 +71,7 @@ def test_what_is_for_any_gpu_is_in_both_tables():
     """native/gpu/any has no kernel of one maker's, but for these, which are other instances of a kernel of both."""
     of_one = {
         "gemm_ieee_128x128",  # AMD's: for NVIDIA gemm_ieee_fp32.cu is faster
-        "rmsnorm_backward_cluster",  # NVIDIA's: four blocks of the chains' kernel that join their sums
-        "layernorm_backward_chain",  # NVIDIA's, as the next two: on AMD's the interpreter has not run them
-        "layernorm_backward_cluster",
+        "layernorm_backward_chain",  # NVIDIA's, as the next one: on AMD's the interpreter has not run them
         "layernorm_backward_group",
     }
     tables = {maker: (ROOT / f"native/gpu/{maker}/backend.cpp").read_text() for maker in ("nvidia", "amd")}

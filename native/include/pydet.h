@@ -243,6 +243,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *            A scale is along k if its second extent (b: first) is ceil(K/128): for K <= 128 every one but [], for K = 0
  *            only one with an extent of 0. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks.
  * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
+ * Initial    As in pydet_gemm, with scales as accumulate has them; the bytes are pydet_scaled_gemm_workspace's.
  * Empty, NaN, Stream   As in pydet_gemm.
  *
  * IEEE and SM90 are the arithmetics of fp8. AUTO means SM90 on Hopper, IEEE on the CPU and on other GPUs. */
@@ -253,11 +254,18 @@ typedef struct pydet_scaled_gemm_options {
   int32_t accumulate; /* 1: D starts from out, which is fp32, instead of +0; the scales are along k, or absent */
   int32_t reserved;   /* 0 */
   const char *kernel;
+  void *workspace; /* as in pydet_gemm_options, of an initial alone */
+  uint64_t workspace_size;
+  const pydet_tensor *initial; /* NULL, or fp32, shaped like out, contiguous, apart from out: D starts from it */
 } pydet_scaled_gemm_options;
 
 PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,
                                          const pydet_tensor *b, const pydet_tensor *b_scale, const pydet_tensor *bias,
                                          const pydet_tensor *out, const pydet_scaled_gemm_options *options);
+
+/* Bytes of workspace for the sums of an out that is not fp32 and an options.initial, of which nothing is read; else 0. */
+PYDET_API pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                                   const pydet_scaled_gemm_options *options, uint64_t *bytes);
 
 /* ---- Quantisation ---------------------------------------------------------------------------------------------
  *   scale = max(amax, 1e-10) / L,   out = x / scale, clamped to [-L, L], to nearest even;   L is the largest of out's type
