@@ -326,10 +326,11 @@ $$(filter $$(BUILD)/gpu/nvidia/sm90/attention/$(1).%,$$(SM90_ATTENTION:%=$$(BUIL
 endef
 $(foreach kernel,forward backward_fused backward_keys backward_queries,$(eval $(call attention_rule,$(kernel))))
 
-# decode.cu spills around the call that computes a row again. attention_backward_keys_mma's 128 columns spill some
-# registers, and are 1.6 times as fast as 64 without.
+# decode.cu spills around the call that computes a row again, and attention_backward_*_mma.cu around that which computes a
+# tile again.
 $(BUILD)/gpu/nvidia/sm90/attention/decode.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
-$(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
+$(BUILD)/gpu/nvidia/attention_backward_keys_mma.o $(BUILD)/gpu/nvidia/attention_backward_queries_mma.o: \
+  NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 
 # Tiles with all columns spill a few numbers that their loops over keys seldom touch, and around a call.
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))

@@ -50,6 +50,7 @@ void wait_copies(int in_flight);
 const uint32_t *meet_warp(uint32_t mine, int from);
 void sync_warp();
 void meet_block();
+void meet_some(int id, int count);  // `count` of the block's threads, at one of its 16 barriers
 bool all_of_block(bool holds);
 char *shared_begin();  // of the block's dynamic shared memory
 // Returns once it holds, which other threads see to.
