@@ -1,5 +1,5 @@
-// Recurrences over tokens (NUMERICS.md, "Scans"): the selective scan, the gated delta rule, and the causal convolution
-// before them: the CPU's bits.
+// Recurrences over tokens (NUMERICS.md, "Scans"): the selective scan and the gated delta rule: the
+// CPU's bits.
 //
 // A block has 32 neighbouring columns, which are independent, and walks the tokens of a sequence. Each column has a team of
 // eight threads, one for each lane of a sum over the states: its states stay in its registers. What the columns share, the
@@ -245,49 +245,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- The causal convolution --------------------------------------------------------------------------------------------
-
-constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
-
-// A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens.
-template <Type type>
-__global__ void __launch_bounds__(kConvChannels *kConvRows)
-    causal_conv1d_kernel(const __grid_constant__ CausalConv1d p, const __grid_constant__ int64_t blocks) {
-  const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
-                 pieces = uint32_t(divide_up(p.sequences.tokens, kConvTokens));
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t c = block % parts * kConvChannels + int(threadIdx.x) % kConvChannels;
-    const int64_t piece = block / parts % pieces, sequence = block / parts / pieces;
-    const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t begin = range.begin + piece * kConvTokens + int(threadIdx.x) / kConvChannels;
-    if (c >= p.channels) continue;
-    const float bias = p.bias.data ? element(p.bias, c * p.bias.stride[0]) : 0.0f;
-    const bool held = p.taps <= kHeldTaps;
-    float w[kHeldTaps];
-#pragma unroll
-    for (int j = 0; j < kHeldTaps; ++j)
-      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
-    for (int64_t t = begin; t < range.end && t < range.begin + (piece + 1) * kConvTokens; t += kConvRows) {
-      const int64_t first = t - range.begin - p.taps + 1;
-      float sum = 0.0f;
-      if (held) {
-        float x[kHeldTaps];
-#pragma unroll
-        for (int j = 0; j < kHeldTaps; ++j) x[j] = j < p.taps ? input_at<type>(p, range, sequence, first + j, c) : 0.0f;
-#pragma unroll
-        for (int j = 0; j < kHeldTaps; ++j)
-          if (j < p.taps) sum = fmaf(w[j], x[j], sum);
-      } else {
-        for (int64_t j = 0; j < p.taps; ++j)
-          sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]),
-                     input_at<type>(p, range, sequence, first + j, c), sum);
-      }
-      if (p.bias.data) sum = sum + bias;
-      put(p.y, range.batch * p.y.stride[0] + t * p.y.stride[1] + c * p.y.stride[2], sum);
-    }
-  }
-}
-
 template <class Problem>
 pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, int threads,
                           void (*kernel)(Problem, int64_t)) {
@@ -320,14 +277,6 @@ pydet_status gated_delta(const GatedDelta &p) {
     const bool whole = p.keys == kRounds * kScanRound;
     return launch_alone("gated_delta", p, blocks, kThreads,
                         whole ? gated_delta_kernel<kRounds, true> : gated_delta_kernel<kRounds, false>);
-  });
-}
-
-pydet_status causal_conv1d(const CausalConv1d &p) {
-  const int64_t blocks =
-      p.sequences.count * divide_up(p.channels, kConvChannels) * divide_up(p.sequences.tokens, kConvTokens);
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return launch_alone("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel<type>);
   });
 }
 

@@ -23,27 +23,6 @@ __device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) 
   else *reinterpret_cast<uint16_t *>(at) = to.type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
 }
 
-// An element of a type that is known when the kernel is compiled: such loads are on their way side by side.
-template <Type type> __device__ __forceinline__ float typed(const char *data, int64_t offset) {
-  if constexpr (type == Type::f32) return reinterpret_cast<const float *>(data)[offset];
-  const uint16_t bits = reinterpret_cast<const uint16_t *>(data)[offset];
-  return type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
-}
-
-// What stands `from` tokens after a sequence's first one, of which negative ones are the last of `initial`, or +0. Both are
-// of one type.
-template <Type type, class Conv>
-__device__ __forceinline__ float input_at(const Conv &p, const Sequences::Range &range, int64_t sequence, int64_t from,
-                                          int64_t c) {
-  const bool inside = from >= 0;
-  const Strided &of = inside ? p.x : p.initial;
-  const int64_t row = inside ? range.batch * of.stride[0] + (range.begin + from) * of.stride[1]
-                             : sequence * of.stride[0] + (from + p.taps - 1) * of.stride[1];
-  return of.data ? typed<type>(of.data, row + c * of.stride[2]) : 0.0f;
-}
-
-constexpr int kHeldTaps = 8;  // of a channel, in registers: those of most convolutions
-
 __device__ __forceinline__ float join_lanes(float sum) {
 #pragma unroll
   for (int h = kScanLanes / 2; h; h /= 2) sum = sum + gpu_shfl_xor(sum, h, kScanLanes);

@@ -593,93 +593,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- The causal convolution --------------------------------------------------------------------------------------------
-
-constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
-
-// A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens. The first
-// piece is what lies before the sequence.
-template <Type type>
-__global__ void __launch_bounds__(kConvChannels *kConvRows)
-    conv_inputs_kernel(const __grid_constant__ CausalConv1dBackward p, const __grid_constant__ int64_t blocks) {
-  const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
-                 pieces = uint32_t(divide_up(p.sequences.tokens, kConvTokens)) + 1;
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t c = block % parts * kConvChannels + int(threadIdx.x) % kConvChannels;
-    const int64_t piece = int64_t(block / parts % pieces) - 1, sequence = block / parts / pieces;
-    const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t begin = piece < 0 ? 1 - p.taps : piece * kConvTokens;
-    int64_t end = piece < 0 ? 0 : begin + kConvTokens;
-    if (end > range.end - range.begin) end = range.end - range.begin;
-    const Strided &out = piece < 0 ? p.dinitial : p.dx;
-    if (c >= p.channels || !out.data) continue;
-    const bool held = p.taps <= kHeldTaps;
-    float w[kHeldTaps];
-#pragma unroll
-    for (int j = 0; j < kHeldTaps; ++j)
-      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
-    for (int64_t t = begin + int(threadIdx.x) / kConvChannels; t < end; t += kConvRows) {
-      float sum = 0.0f;
-      const auto at = [&](int64_t j) {  // a token, behind t
-        return range.batch * p.dy.stride[0] + (range.begin + t + p.taps - 1 - j) * p.dy.stride[1] + c * p.dy.stride[2];
-      };
-      const int64_t last = t + p.taps - 1, count = range.end - range.begin;  // of tap 0: where its token must be before
-      const auto there = [&](int64_t j) { return j < p.taps && last - j >= 0 && last - j < count; };
-      if (held) {
-        float dy[kHeldTaps];
-#pragma unroll
-        for (int j = 0; j < kHeldTaps; ++j) dy[j] = there(j) ? typed<type>(p.dy.data, at(j)) : 0.0f;
-#pragma unroll
-        for (int j = kHeldTaps - 1; j >= 0; --j)
-          if (there(j)) sum = fmaf(w[j], dy[j], sum);
-      } else {
-        for (int64_t j = p.taps - 1; j >= 0; --j)
-          if (there(j))
-            sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]), typed<type>(p.dy.data, at(j)), sum);
-      }
-      const int64_t row = piece < 0 ? sequence * out.stride[0] + (t + p.taps - 1) * out.stride[1]
-                                    : range.batch * out.stride[0] + (range.begin + t) * out.stride[1];
-      put(out, row + c * out.stride[2], sum);
-    }
-  }
-}
-
-constexpr int kSumChannels = 32, kSumTaps = 8;
-
-// A block has 32 channels of a sequence, one a thread of a warp, and eight of the taps, of which bias is the last one: a
-// chain each, whose operands are read 16 tokens ahead.
-template <Type type>
-__global__ void __launch_bounds__(kSumChannels *kSumTaps)
-    conv_sums_kernel(const __grid_constant__ CausalConv1dBackward p, const __grid_constant__ int64_t blocks) {
-  const uint32_t parts = uint32_t(divide_up(p.channels, kSumChannels)),
-                 rounds = uint32_t(divide_up(p.taps + 1, kSumTaps));
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t c = block % parts * kSumChannels + int(threadIdx.x) % kSumChannels;
-    const int64_t j = block / parts % rounds * kSumTaps + int(threadIdx.x) / kSumChannels;
-    const int64_t sequence = block / parts / rounds;
-    const bool is_bias = j == p.taps;
-    if (c >= p.channels || j > p.taps || !(is_bias ? p.dbias.data : p.dw.data)) continue;
-    const Sequences::Range range = p.sequences.range(sequence);
-    float sum = 0.0f;
-    for (int64_t last = range.end - 1; last >= range.begin; last -= kAhead) {
-      float dy[kAhead], x[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int64_t t = last - i;
-        const bool there = t >= range.begin;
-        dy[i] = there ? typed<type>(p.dy.data, range.batch * p.dy.stride[0] + t * p.dy.stride[1] + c * p.dy.stride[2])
-                      : 0.0f;
-        x[i] = there && !is_bias ? input_at<type>(p, range, sequence, t - range.begin - p.taps + 1 + j, c) : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (last - i >= range.begin) sum = is_bias ? sum + dy[i] : fmaf(dy[i], x[i], sum);
-    }
-    if (is_bias) put(p.dbias, sequence * p.dbias.stride[0] + c * p.dbias.stride[1], sum);
-    else put(p.dw, sequence * p.dw.stride[0] + c * p.dw.stride[1] + j * p.dw.stride[2], sum);
-  }
-}
-
 template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
   return with_rounds<1, kMostHeldStates>(states, f);
 }
@@ -740,23 +653,6 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
   PYDET_TRY(add_rows(name, p, p.dq, p.dk));
   return launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
                        delta_sums_kernel);
-}
-
-pydet_status causal_conv1d_backward(const CausalConv1dBackward &p) {
-  const char *name = "causal_conv1d_backward";
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) -> pydet_status {
-    if (p.dx.data || p.dinitial.data) {
-      const int64_t pieces = divide_up(p.sequences.tokens, kConvTokens) + 1;
-      PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kConvChannels) * pieces,
-                              kConvChannels * kConvRows, conv_inputs_kernel<type>));
-    }
-    if (!p.dw.data && !p.dbias.data) return PYDET_OK;
-    const int64_t rounds = divide_up(p.taps + 1, kSumTaps);
-    return launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kSumChannels) * rounds,
-                         kSumChannels * kSumTaps, conv_sums_kernel<type>);
-  });
 }
 
 }  // namespace pydet
