@@ -144,8 +144,9 @@ def ssd_step(model: str, batch: int) -> None:
     }
     if selective_state_update is not None:
         each = (dt[:, 0, :, None].expand(-1, -1, width), a[:, None, None].expand(-1, width, states))
+        none = torch.zeros(heads, device="cuda")[:, None].expand(-1, width)
         calls["mamba_ssm"] = lambda: selective_state_update(
-            state, x[:, 0], *each, b[:, 0], c[:, 0], d[:, None].expand(-1, width)
+            state, x[:, 0], *each, b[:, 0], c[:, 0], d[:, None].expand(-1, width), dt_bias=none
         )
     calls["copy"] = partial(torch.empty_like(state).copy_, state)
     line(f"selective_scan, {model}, a token of {batch}", calls)
@@ -168,6 +169,7 @@ def delta_gates(batch: int, tokens: int, heads: int) -> list[torch.Tensor]:
 def delta(batch: int, tokens: int, gradients: bool) -> None:
     functions: dict[str, Function] = {"pydet": lambda *given: torch.ops.pydet.gated_delta(*given)[0]}
     if chunk_gated_delta_rule is not None:
+        # Its gradients refuse Hopper with some of Triton's releases, and say so.
         functions["fla"] = lambda *given: chunk_gated_delta_rule(*given, scale=1.0)[0]
     elif qwen is not None:
 

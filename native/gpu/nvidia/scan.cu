@@ -6,8 +6,6 @@
 // rows of a token, comes through shared memory, some tokens at a time; those of the next ones are on their way while a block
 // works. Sums of eight tokens are joined over the lanes together, each of which ends with that of one token.
 
-#include <cstdlib>
-
 #include "contract/elementary.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/scan.h"
@@ -22,8 +20,10 @@ constexpr int64_t kMostOwnDecays = 256;  // of states with a decay each, beyond 
 
 // Of a thread kOwn columns; a block's: those of a warp are neighbours.
 template <int kRounds, int kOwn> struct Tile {
-  static constexpr int kElements = kRounds * kScanRound, kTokens = kRounds > 8 ? 4 : 8, kColumns = kWalkers / kScanLanes * kOwn;
+  static constexpr int kElements = kRounds * kScanRound, kTokens = kRounds > 8 ? 4 : 8,
+                       kColumns = kWalkers / kScanLanes * kOwn;
   static constexpr int kNumbers = kTokens * kColumns, kOwnNumbers = (kNumbers + kWalkers - 1) / kWalkers;
+  static_assert(kWalkers % kColumns == 0, "a thread's numbers are of one column");
   static constexpr int kPadded = kColumns + 4;  // a warp reads of eight tokens neighbouring columns
   struct Shared {
     float rows[2][2][kTokens][kElements];
@@ -31,9 +31,7 @@ template <int kRounds, int kOwn> struct Tile {
     float x[2][kTokens][kPadded];
   };
   // The first of a thread's columns; the token and column of its i-th number.
-  static __device__ __forceinline__ int first_own() {
-    return (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn;
-  }
+  static __device__ __forceinline__ int first_own() { return (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn; }
   static __device__ __forceinline__ int token_of(int i) { return (i * kWalkers + int(threadIdx.x)) / kColumns; }
   static __device__ __forceinline__ int column_of(int i) { return (i * kWalkers + int(threadIdx.x)) % kColumns; }
 };
@@ -123,22 +121,15 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
       for (int r = 0; r < kRounds; ++r)
 #pragma unroll
         for (int i = 0; i < kScanLaneElements; ++i)
-          decays[r][i] =
-              r * kScanRound + i < left ? element(p.a, of_a + state_of(r, i) * p.a.stride[1]) : 0.0f;
+          decays[r][i] = r * kScanRound + i < left ? element(p.a, of_a + state_of(r, i) * p.a.stride[1]) : 0.0f;
 
-    // x and its step: one thread for each token and column of a tile, or for some.
-    int64_t of_x[Own::kOwnNumbers], of_dt[Own::kOwnNumbers];
-    float a[Own::kOwnNumbers];
-    bool loads[Own::kOwnNumbers];
-    uint32_t x_bits[Own::kOwnNumbers], dt_bits[Own::kOwnNumbers];
-#pragma unroll
-    for (int i = 0; i < Own::kOwnNumbers; ++i) {
-      loads[i] = Own::token_of(i) < kTokens && Own::column_of(i) < columns;
-      const int64_t at = begin + (loads[i] ? Own::column_of(i) : 0), of_head = at / p.width;
-      of_x[i] = range.batch * p.x.stride[0] + of_head * p.x.stride[2] + at % p.width * p.x.stride[3];
-      of_dt[i] = range.batch * p.dt.stride[0] + of_head * p.dt.stride[2];
-      a[i] = each_state ? 0.0f : element(p.a, of_head * p.a.stride[0]);
-    }
+    // x and its step: a thread brings those of a column, of some tokens of a tile.
+    const bool loads = Own::column_of(0) < columns;
+    const int64_t brought = begin + (loads ? Own::column_of(0) : 0), of_head = brought / p.width;
+    const int64_t of_x = range.batch * p.x.stride[0] + of_head * p.x.stride[2] + brought % p.width * p.x.stride[3];
+    const int64_t of_dt = range.batch * p.dt.stride[0] + of_head * p.dt.stride[2];
+    const float a = each_state ? 0.0f : element(p.a, of_head * p.a.stride[0]);
+    LoadedBits x_bits[Own::kOwnNumbers], dt_bits[Own::kOwnNumbers];
     using RowsHere = Rows<kTokens, Own::kElements, kWalkers>;
     RowsHere b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], p.states);
     RowsHere c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], p.states);
@@ -147,9 +138,9 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
 #pragma unroll
       for (int i = 0; i < Own::kOwnNumbers; ++i) {
         const int64_t t = token + Own::token_of(i);
-        const bool there = loads[i] && t < range.end;
-        x_bits[i] = there ? bits_at(p.x, of_x[i] + t * p.x.stride[1]) : 0;
-        dt_bits[i] = there ? bits_at(p.dt, of_dt[i] + t * p.dt.stride[1]) : 0;
+        const bool there = loads && Own::token_of(i) < kTokens && t < range.end;
+        x_bits[i] = bits_at(p.x, of_x + t * p.x.stride[1], there);
+        dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], there);
       }
     };
     load(range.begin);
@@ -162,7 +153,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
         const float x = number_of(p.x.type, x_bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
         shared.x[turn][Own::token_of(i)][Own::column_of(i)] = x;
         shared.factors[turn][Own::token_of(i)][Own::column_of(i)] =
-            make_float2(dt * x, each_state ? dt : exp_f32(dt * a[i]));
+            make_float2(dt * x, each_state ? dt : exp_f32(dt * a));
       }
       __syncthreads();
       load(token + kTokens);
@@ -197,8 +188,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
       };
       const auto write = [&](int t, int k, float sum) {
         if (own + k < columns)
-          put(p.y, of_y[k] + (token + t) * p.y.stride[1],
-              p.d.data ? fmaf(d[k], shared.x[turn][t][own + k], sum) : sum);
+          put(p.y, of_y[k] + (token + t) * p.y.stride[1], p.d.data ? fmaf(d[k], shared.x[turn][t][own + k], sum) : sum);
       };
       walk_tile<kGroup, kOwn>(0, range.end - token < kTokens ? int(range.end - token) : kTokens, step, write);
       // The other place is written next, and was read before this tile's barrier.
@@ -206,8 +196,8 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
 #pragma unroll
     for (int k = 0; k < kOwn; ++k)
       if (p.final.data && own + k < columns)
-        store_states(p.final,
-                     sequence * p.final.stride[0] + at_column(p.final, k, 2), p.final.stride[3], left, whole_vectors(p.final, p.states, whole), state[k]);
+        store_states(p.final, sequence * p.final.stride[0] + at_column(p.final, k, 2), p.final.stride[3], left,
+                     whole_vectors(p.final, p.states, whole), state[k]);
     __syncthreads();
   }
 }
@@ -215,7 +205,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
 template <int kRounds, int kOwn, bool whole>
-__global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
+__global__ void __launch_bounds__(kWalkers, kOwn == 2 ? 2 : kBlocksHeld<kRounds>)
     gated_delta_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   using Own = Tile<kRounds, kOwn>;
   constexpr int kTokens = Own::kTokens, kGroup = kRounds <= 4 ? 2 : 1;
@@ -236,7 +226,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
     for (int k = 0; k < kOwn; ++k)
       load_states(p.initial, of_state(p.initial, k), p.initial.stride[2], left, column + k < p.width && p.initial.data,
                   false, state[k]);
-    uint32_t v_bits[Own::kOwnNumbers], g_bits = 0, beta_bits = 0;
+    LoadedBits v_bits[Own::kOwnNumbers], g_bits, beta_bits;
     using RowsHere = Rows<kTokens, Own::kElements, kWalkers>;
     RowsHere q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], p.keys);
     RowsHere k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], p.keys);
@@ -249,11 +239,11 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
       for (int i = 0; i < Own::kOwnNumbers; ++i) {
         const int64_t t = token + Own::token_of(i), c = first + Own::column_of(i);
         const bool there = Own::token_of(i) < kTokens && c < p.width && t < range.end;
-        v_bits[i] = there ? bits_at(p.v, at(p.v, t) + c * p.v.stride[3]) : 0;
+        v_bits[i] = bits_at(p.v, at(p.v, t) + c * p.v.stride[3], there);
       }
       const int64_t t = token + int(threadIdx.x);
       const bool there = int(threadIdx.x) < kTokens && t < range.end;
-      g_bits = there ? bits_at(p.g, at(p.g, t)) : 0, beta_bits = there ? bits_at(p.beta, at(p.beta, t)) : 0;
+      g_bits = bits_at(p.g, at(p.g, t), there), beta_bits = bits_at(p.beta, at(p.beta, t), there);
     };
     load(range.begin);
     int turn = 0;
@@ -264,8 +254,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
         if (Own::token_of(i) < kTokens)
           shared.x[turn][Own::token_of(i)][Own::column_of(i)] = number_of(p.v.type, v_bits[i]);
       if (int(threadIdx.x) < kTokens)
-        gates[turn][threadIdx.x] =
-            make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits));
+        gates[turn][threadIdx.x] = make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits));
       __syncthreads();
       load(token + kTokens);
       const auto step = [&](int t, float(&sum)[kOwn]) {
@@ -330,10 +319,9 @@ pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, in
 }
 
 constexpr int kMostPairedRounds = 4;
-// Whether blocks of twice the columns are enough for all multiprocessors.
-bool pairs_pay(const Device &device, int64_t blocks) {
-  if (const char *said = getenv("PYDET_SCAN_PAIRS")) return said[0] == '1';
-  return blocks >= 2 * gpu_multiprocessors(device.id);
+// Whether blocks of one column a thread are more than the multiprocessors hold at a time.
+template <int kRounds> bool pairs_pay(const Device &device, int64_t blocks) {
+  return blocks > kBlocksHeld<kRounds> * gpu_multiprocessors(device.id);
 }
 
 }  // namespace
@@ -349,7 +337,7 @@ pydet_status selective_scan(const SelectiveScan &p) {
     };
     if constexpr (kRounds <= kMostPairedRounds) {
       constexpr int64_t kColumns = Tile<kRounds, 2>::kColumns;
-      if (!p.each_state && whole && pairs_pay(p.device, blocks(kColumns)))
+      if (!p.each_state && whole && pairs_pay<kRounds>(p.device, blocks(Tile<kRounds, 1>::kColumns)))
         return launch_alone("selective_scan", p, blocks(kColumns), kWalkers,
                             selective_scan_kernel<kRounds, 2, true, false>);
     }
@@ -368,7 +356,7 @@ pydet_status gated_delta(const GatedDelta &p) {
     const auto blocks = [&](int64_t columns) { return p.sequences.count * p.heads * divide_up(p.width, columns); };
     if constexpr (kRounds <= kMostPairedRounds) {
       constexpr int64_t kColumns = Tile<kRounds, 2>::kColumns;
-      if (whole && pairs_pay(p.device, blocks(kColumns)))
+      if (whole && pairs_pay<kRounds>(p.device, blocks(Tile<kRounds, 1>::kColumns)))
         return launch_alone("gated_delta", p, blocks(kColumns), kWalkers, gated_delta_kernel<kRounds, 2, true>);
     }
     return launch_alone("gated_delta", p, blocks(Tile<kRounds, 1>::kColumns), kWalkers,

@@ -17,14 +17,21 @@ __device__ __forceinline__ float element(const Strided &from, int64_t offset) {
   const uint16_t bits = *reinterpret_cast<const uint16_t *>(at);
   return from.type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
 }
-// The same in two steps, the first of which waits for nothing: what is loaded is a number when it is asked for.
-__device__ __forceinline__ uint32_t bits_at(const Strided &from, int64_t offset) {
-  const char *at = from.at(offset);
-  return from.type == Type::f32 ? *reinterpret_cast<const uint32_t *>(at) : *reinterpret_cast<const uint16_t *>(at);
+// The same in two steps, the first of which waits for nothing: what is loaded is a number when it is asked for. Each width
+// has a register of its own: two loads into one would wait for each other.
+struct LoadedBits {
+  uint32_t wide;
+  uint16_t narrow;
+};
+__device__ __forceinline__ LoadedBits bits_at(const Strided &from, int64_t offset, bool there) {
+  LoadedBits bits = {};
+  if (there && from.type == Type::f32) bits.wide = *reinterpret_cast<const uint32_t *>(from.at(offset));
+  if (there && from.type != Type::f32) bits.narrow = *reinterpret_cast<const uint16_t *>(from.at(offset));
+  return bits;
 }
-__device__ __forceinline__ float number_of(Type type, uint32_t bits) {
-  if (type == Type::f32) return float_of(bits);
-  return type == Type::bf16 ? f32_from_bf16(uint16_t(bits)) : f32_from_f16(uint16_t(bits));
+__device__ __forceinline__ float number_of(Type type, LoadedBits bits) {
+  if (type == Type::f32) return float_of(bits.wide);
+  return type == Type::bf16 ? f32_from_bf16(bits.narrow) : f32_from_f16(bits.narrow);
 }
 __device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) {
   char *at = to.at(offset);
@@ -56,17 +63,22 @@ __device__ __forceinline__ float part(const float4 &v, int i) {
 }
 
 // Rows of kTokens tokens on their way to shared memory, as they lie in memory: of a thread kOwn elements, in pieces of
-// neighbours. Rows that are not whole pieces are read when they are stored.
-template <int kTokens, int kElements, int threads> struct Rows {
+// neighbours. Rows that are not whole pieces are read when they are stored. sure: they are known to be, of kElements.
+template <int kTokens, int kElements, int threads, bool sure = false> struct Rows {
   static constexpr int kOwn = kTokens * kElements / threads, kPiece = kOwn < 4 ? kOwn : 4, kPieces = kOwn / kPiece;
-  static_assert(kTokens * kElements % threads == 0 && (kPiece == 1 || kPiece == 2 || kPiece == 4) && kOwn % kPiece == 0);
+  static_assert(kTokens * kElements % threads == 0 && (kPiece == 1 || kPiece == 2 || kPiece == 4) &&
+                kOwn % kPiece == 0);
   const Strided &x;
   int64_t at, count, token, end;  // the rows' first element; elements; tokens from and to
   bool pieces;
   uint32_t bits[kOwn];  // two elements of 16 bits each, or one of 32
 
   __device__ __forceinline__ Rows(const Strided &rows, int64_t first, int64_t elements)
-      : x(rows), at(first), count(elements), token(0), end(0),
+      : x(rows),
+        at(first),
+        count(elements),
+        token(0),
+        end(0),
         pieces(rows.stride[3] == 1 && rows.stride[1] % kPiece == 0 && elements % kPiece == 0 &&
                reinterpret_cast<uintptr_t>(rows.at(first)) % (kPiece * size_of(rows.type)) == 0) {}
   // Places are computed each time: kept over the walk they would fill the registers.
@@ -76,14 +88,14 @@ template <int kTokens, int kElements, int threads> struct Rows {
     return thread;
   }
 
-  template <class Bits> __device__ __forceinline__ void load_pieces() {
+  template <class Bits> __device__ __forceinline__ void load_pieces(int64_t from, int64_t to) {
     const int thread = own_thread();
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const int place = (j * threads + thread) * kPiece, n = place % kElements;
-      const int64_t t = token + place / kElements;
+      const int64_t t = from + place / kElements;
       Bits got = {};
-      if (n < count && t < end) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
+      if ((sure || n < count) && t < to) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
       uint32_t words[4] = {};
       memcpy(words, &got, sizeof got);
 #pragma unroll
@@ -92,17 +104,19 @@ template <int kTokens, int kElements, int threads> struct Rows {
   }
   // Sets out to read the rows of the tokens from `from` on that are before `to`.
   __device__ __forceinline__ void load(int64_t from, int64_t to) {
-    token = from, end = to;
-    if (!pieces) return;
+    if (!sure && !pieces) {
+      token = from, end = to;
+      return;
+    }
     if constexpr (kPiece == 4) {
-      if (x.type == Type::f32) load_pieces<uint4>();
-      else load_pieces<uint2>();
+      if (x.type == Type::f32) load_pieces<uint4>(from, to);
+      else load_pieces<uint2>(from, to);
     } else if constexpr (kPiece == 2) {
-      if (x.type == Type::f32) load_pieces<uint2>();
-      else load_pieces<uint32_t>();
+      if (x.type == Type::f32) load_pieces<uint2>(from, to);
+      else load_pieces<uint32_t>(from, to);
     } else {
-      if (x.type == Type::f32) load_pieces<uint32_t>();
-      else load_pieces<uint16_t>();
+      if (x.type == Type::f32) load_pieces<uint32_t>(from, to);
+      else load_pieces<uint16_t>(from, to);
     }
   }
   template <Type type> __device__ __forceinline__ void store_pieces(float *to) const {
@@ -114,7 +128,9 @@ template <int kTokens, int kElements, int threads> struct Rows {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) {
         const uint32_t word = bits[j * kPiece + (type == Type::f32 ? i : i / 2)];
-        y[i] = number_of(type, type == Type::f32 ? word : word >> i % 2 * 16);
+        if constexpr (type == Type::f32) y[i] = float_of(word);
+        else if constexpr (type == Type::bf16) y[i] = f32_from_bf16(uint16_t(word >> i % 2 * 16));
+        else y[i] = f32_from_f16(uint16_t(word >> i % 2 * 16));
       }
       if constexpr (kPiece == 4) {
         *reinterpret_cast<float4 *>(to + place) = make_float4(y[0], y[1], y[2], y[3]);
@@ -125,7 +141,7 @@ template <int kTokens, int kElements, int threads> struct Rows {
     }
   }
   __device__ __forceinline__ void store(float *to) const {
-    if (!pieces) {
+    if (!sure && !pieces) {
 #pragma unroll 1
       for (int i = own_thread(); i < kTokens * kElements; i += threads) {
         const int n = i % kElements;
@@ -142,14 +158,20 @@ template <int kTokens, int kElements, int threads> struct Rows {
   }
 };
 
+// Whether rows of so many elements, of every token and group, are whole pieces of four.
+inline bool rows_in_pieces(const Strided &x, int64_t elements) {
+  return elements % 4 == 0 && x.stride[3] == 1 && x.stride[0] % 4 == 0 && x.stride[1] % 4 == 0 &&
+         x.stride[2] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % (4 * size_of(x.type)) == 0;
+}
+
 // A column's states, whose elements lie `apart` and are aligned as four where `vectors` says so; what is absent is +0.
 template <int kRounds>
 __device__ __forceinline__ void load_states(const Strided &from, int64_t at, int64_t apart, int left, bool there,
                                             bool vectors, float (&state)[kRounds][kScanLaneElements]) {
   const int first = scan_lane() * kScanLaneElements;
-  make_opaque(apart);  // else all places would be computed before the first block, and kept
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
+    make_opaque(apart);  // else all places would be computed before the first block, and kept
     float4 got = {};
     if (there && vectors) {
       got = *reinterpret_cast<const float4 *>(from.at(at + r * kScanRound + first));
@@ -170,9 +192,9 @@ template <int kRounds>
 __device__ __forceinline__ void store_states(const Strided &to, int64_t at, int64_t apart, int left, bool vectors,
                                              const float (&state)[kRounds][kScanLaneElements]) {
   const int first = scan_lane() * kScanLaneElements;
-  make_opaque(apart);
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
+    make_opaque(apart);
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = canonical(state[r][i]);
@@ -181,7 +203,8 @@ __device__ __forceinline__ void store_states(const Strided &to, int64_t at, int6
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (r * kScanRound + i < left) *reinterpret_cast<float *>(to.at(at + (r * kScanRound + first + i) * apart)) = x[i];
+        if (r * kScanRound + i < left)
+          *reinterpret_cast<float *>(to.at(at + (r * kScanRound + first + i) * apart)) = x[i];
     }
   }
 }

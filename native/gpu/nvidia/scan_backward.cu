@@ -26,9 +26,7 @@ constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == 8 && kColumns == kScanColumns, "a warp has four columns, 8 apart");
 
 // The column of a thread's team: those of a warp are 8 apart, so that the first two joins are within it.
-__device__ __forceinline__ int own_column() {
-  return team_of_warp() * 8 + int(threadIdx.x) / 32;
-}
+__device__ __forceinline__ int own_column() { return team_of_warp() * 8 + int(threadIdx.x) / 32; }
 
 // States before so many tokens stay in shared memory, of which even the smallest chips have enough for a block. In registers
 // they would want a copy of a token's code for each, which is more than the caches of instructions hold.
@@ -52,7 +50,7 @@ enum class Part { walks, tiles, all };
 PYDET_HD constexpr bool tiles_apart(int rounds) { return 2 * checkpoint_tokens(rounds * kScanRound) >= kColumns; }
 
 // Rounds whose sums over columns are made at a time.
-PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 4 ? rounds : 4; }
+PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 2 ? rounds : 2; }
 
 // Adds v of a warp's four columns, and leaves the sums in parts[warp]: a thread comes to have a quarter of its states.
 template <int kRounds> __device__ __forceinline__ void join_columns(const float (&v)[kRounds][4], float *parts) {
@@ -99,41 +97,44 @@ __device__ __forceinline__ float chain_of(const float *terms, int first, int end
   return sum;
 }
 
-// A column's states, one behind the other.
-template <int kRounds>
+// A column's states, one behind the other. vectors: all that the rounds have, and aligned.
+template <bool vectors, int kRounds>
 __device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float *to, int64_t states) {
+  float *const own = to + scan_lane() * kScanLaneElements;
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
-    if (states == kRounds * kScanRound)
-      *reinterpret_cast<float4 *>(to + state_of(r, 0)) =
+    if constexpr (vectors)
+      *reinterpret_cast<float4 *>(own + r * kScanRound) =
           make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
     else
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (state_of(r, i) < states) to[state_of(r, i)] = state[r][i];
+        if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
   }
 }
-template <int kRounds>
+template <bool vectors, int kRounds>
 __device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const float *from, int64_t states) {
+  const float *own = from + scan_lane() * kScanLaneElements;
+  make_opaque(own);  // else a place of each round would be kept
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
-    if (states == kRounds * kScanRound) {
-      const float4 got = vector_of(from, r);
+    if constexpr (vectors) {
+      const float4 got = *reinterpret_cast<const float4 *>(own + r * kScanRound);
 #pragma unroll
       for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? from[state_of(r, i)] : 0.0f;
+      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
     }
   }
 }
-template <int kRounds>
+template <bool vectors, int kRounds>
 __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to, int64_t states) {
-  keep_at(state, to + own_column() * states, states);
+  keep_at<vectors>(state, to + own_column() * states, states);
 }
-template <int kRounds>
+template <bool vectors, int kRounds>
 __device__ __forceinline__ void restore(float (&state)[kRounds][4], const float *from, int64_t states) {
-  restore_from(state, from + own_column() * states, states);
+  restore_from<vectors>(state, from + own_column() * states, states);
 }
 
 // Where what is kept of column c at the end of the tile of tokens from `token` on lies: among the parts of the tile's sums.
@@ -167,14 +168,14 @@ PYDET_HD int64_t tiles_of(const Sequences &sequences, int64_t tokens_of_tile) {
 
 // Walks the tokens of a sequence forwards and keeps the states before each tile: fetch(from) sets out to read a tile's
 // operands, place() has them in shared memory, step(i, state) takes the state over its token i.
-template <int kRounds, class Kept, class Fetch, class Place, class Step>
+template <bool vectors, int kRounds, class Kept, class Fetch, class Place, class Step>
 __device__ __forceinline__ void walk_states(int64_t tokens, int64_t states, const Kept &kept,
                                             float (&state)[kRounds][4], const Fetch &fetch, const Place &place,
                                             const Step &step) {
   constexpr int kTokens = BackTile<kRounds>::kTokens;
   if (tokens > kTokens) fetch(0);
   for (int64_t from = 0; from < tokens; from += kTokens) {
-    keep(state, kept(from), states);
+    keep<vectors>(state, kept(from), states);
     if (from + kTokens >= tokens) break;
     place();
     __syncthreads();
@@ -205,13 +206,13 @@ __device__ __forceinline__ void walk_gradients(int64_t tokens, const Keep &keep_
 }
 
 // Takes the `count` tokens of a tile back, whose operands are in shared memory: back(i, before) a token.
-template <int kRounds, class Step, class Back>
+template <bool vectors, int kRounds, class Step, class Back>
 __device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, const float *kept, int64_t states,
                                           float (&state)[kRounds][4], const Step &step, const Back &back) {
   constexpr int kHeld = held_tokens(kRounds);
 #pragma unroll 1
   for (int low = (count - 1) / kHeld * kHeld; low >= 0; low -= kHeld) {
-    restore(state, kept, states);
+    restore<vectors>(state, kept, states);
     const int end = low + kHeld < count ? low + kHeld : count;
 #pragma unroll 1
     for (int i = 0; i < end; ++i) {
@@ -237,7 +238,7 @@ __device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, co
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
 template <int kRounds, bool each_state, Part part_of>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, part_of == Part::all ? 1 : 2)
     selective_back_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   constexpr bool whole = part_of != Part::all;  // the states are all that the rounds have
@@ -258,7 +259,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t first = block * kColumns, at_group = group * of_group + first;
     const int columns = of_group - first < kColumns ? int(of_group - first) : kColumns;
     const bool mine = own < columns;
-    const int64_t head = (at_group + (mine ? own : 0)) / p.width, column = (at_group + (mine ? own : 0)) % p.width;
+    using Index = std::conditional_t<whole, int32_t, int64_t>;  // tiles_fit has seen that they suffice
+    const Index head = Index((at_group + (mine ? own : 0)) / p.width),
+                column = Index((at_group + (mine ? own : 0)) % p.width);
     const int64_t begin = range.batch * p.sequences.tokens + range.begin;
     float state[kRounds][4], gradient[kRounds][4];
     constexpr int kOwn = each_state ? kRounds : 1;
@@ -266,14 +269,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto of_states = [&](const Strided &x) {
       return sequence * x.stride[0] + head * x.stride[1] + column * x.stride[2];
     };
-    const auto kept = [&](int64_t after) { return p.workspace.states_at(sequence, begin, after, group, block); };
+    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
+    const auto kept = [&](int64_t after) {
+      return first_kept + after / Tile::kTokens * p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+    };
     const auto given = [&](const Strided &from, float(&to)[kRounds][4]) {
-      load_states(from, of_states(from), from.stride[3], left, mine && from.data,
-                  whole_vectors(from, states, whole), to);
+      load_states(from, of_states(from), from.stride[3], left, mine && from.data, whole_vectors(from, states, whole),
+                  to);
     };
     if (part_of != Part::tiles && !backwards) given(p.initial, state);
     if (part_of == Part::tiles && of.from + Tile::kTokens < tokens)
-      restore_from(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
+      restore_from<whole>(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
     else if (part_of != Part::walks || backwards) given(p.dfinal, gradient);
     if constexpr (each_state)
 #pragma unroll
@@ -288,40 +294,49 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // The column of which a thread brings numbers, of every eighth token, and where it lies.
     constexpr int kRowsAtOnce = kThreads / kColumns;
-    const int of_column = int(threadIdx.x) % kColumns, of_row = int(threadIdx.x) / kColumns;
+    const int of_column = int(threadIdx.x) % kColumns;
     const int64_t brought = (at_group + (of_column < columns ? of_column : 0)) / p.width,
                   within = (at_group + (of_column < columns ? of_column : 0)) % p.width;
-    const int64_t of_x = brought * p.x.stride[2] + within * p.x.stride[3], of_dt = brought * p.dt.stride[2],
-                  of_dy = brought * p.dy.stride[2] + within * p.dy.stride[3];
+    const auto brought_of = [&](const Strided &x) { return brought * x.stride[2] + within * x.stride[3]; };
+    const int64_t of_dt = brought * p.dt.stride[2], of_x = backwards ? brought_of(p.dy) : brought_of(p.x),
+                  of_dy = part_of == Part::walks ? of_x : brought_of(p.dy);
     const float a = each_state ? 0.0f : element(p.a, brought * p.a.stride[0]);
-    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads>;
+    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads, part_of != Part::all>;
     RowsHere b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], states);
     RowsHere c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], states);
     constexpr int kOwnNumbers = Tile::kTokens * kColumns / kThreads;
-    uint32_t x_bits[kOwnNumbers], dt_bits[kOwnNumbers], dy_bits[kOwnNumbers];
-    const auto fetch = [&](int64_t from) {
+    LoadedBits x_bits[kOwnNumbers], dt_bits[kOwnNumbers], dy_bits[kOwnNumbers];
+    // What the walk of the states wants, that of the gradients, or a tile: both.
+    const auto fetch = [&](int64_t from, bool of_states_walk = true, bool of_gradients = true) {
       const int64_t token = range.begin + from;
       const auto at = [&](const Strided &x) { return range.batch * x.stride[0] + token * x.stride[1]; };
-      b_rows.load(token, range.end), c_rows.load(token, range.end);
+      if (of_states_walk) b_rows.load(token, range.end);
+      if (of_gradients) c_rows.load(token, range.end);
+      const int thread = b_rows.own_thread();
 #pragma unroll
       for (int i = 0; i < kOwnNumbers; ++i) {
-        const int t = i * kRowsAtOnce + of_row;
-        const bool there = from + t < tokens && of_column < columns;
-        const auto value = [&](const Strided &x, int64_t of) { return there ? bits_at(x, at(x) + t * x.stride[1] + of) : 0; };
-        x_bits[i] = value(p.x, of_x), dt_bits[i] = value(p.dt, of_dt), dy_bits[i] = value(p.dy, of_dy);
+        const int t = i * kRowsAtOnce + thread / kColumns;
+        const bool there = from + t < tokens && thread % kColumns < columns;
+        const auto value = [&](const Strided &x, int64_t of) {
+          return bits_at(x, at(x) + t * x.stride[1] + of, there);
+        };
+        dt_bits[i] = value(p.dt, of_dt);
+        if (of_states_walk) x_bits[i] = value(p.x, of_x);
+        if (of_gradients) dy_bits[i] = value(p.dy, of_dy);
       }
     };
-    const auto place = [&] {
-      b_rows.store(&tile.rows[0][0][0]), c_rows.store(&tile.rows[1][0][0]);
+    const auto place = [&](bool of_states_walk = true, bool of_gradients = true) {
+      if (of_states_walk) b_rows.store(&tile.rows[0][0][0]);
+      if (of_gradients) c_rows.store(&tile.rows[1][0][0]);
+      const int thread = b_rows.own_thread();
 #pragma unroll
       for (int i = 0; i < kOwnNumbers; ++i) {
-        const int t = i * kRowsAtOnce + of_row;
+        const int t = i * kRowsAtOnce + thread / kColumns;
         const float dt = number_of(p.dt.type, dt_bits[i]);
-        tile.numbers[kX][t][of_column] = number_of(p.x.type, x_bits[i]);
-        tile.numbers[kDt][t][of_column] = dt;
-        tile.numbers[kDy][t][of_column] = number_of(p.dy.type, dy_bits[i]);
-        if constexpr (!each_state)
-          tile.numbers[kDecay][t][of_column] = exp_f32(dt * a);
+        tile.numbers[kDt][t][thread % kColumns] = dt;
+        if (of_states_walk) tile.numbers[kX][t][thread % kColumns] = number_of(p.x.type, x_bits[i]);
+        if (of_gradients) tile.numbers[kDy][t][thread % kColumns] = number_of(p.dy.type, dy_bits[i]);
+        if constexpr (!each_state) tile.numbers[kDecay][t][thread % kColumns] = exp_f32(dt * a);
       }
     };
     const auto decay_of = [&](float decay, float dt, int r, int i) {
@@ -355,6 +370,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
     int64_t from = of.from;
+    const int64_t of_dx =
+        range.batch * p.dx.stride[0] + range.begin * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
     const auto back = [&](int t, const float(&before)[kRounds][4]) {
       const float x = tile.numbers[kX][t][own], dt = tile.numbers[kDt][t][own], u = dt * x;
       const float dy = tile.numbers[kDy][t][own], decay = tile.numbers[kDecay][t][own];
@@ -404,11 +421,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) {
         float *const terms = tile.terms[t] + own;
         terms[0] = x * v, terms[kColumns] = l, terms[2 * kColumns] = dy * x;
-        if (mine)
-          put(p.dx,
-              range.batch * p.dx.stride[0] + (range.begin + from + t) * p.dx.stride[1] + head * p.dx.stride[2] +
-                  column * p.dx.stride[3],
-              p.d.data ? fmaf(dt, v, d * dy) : dt * v);
+        if (mine) put(p.dx, of_dx + (from + t) * p.dx.stride[1], p.d.data ? fmaf(dt, v, d * dy) : dt * v);
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
@@ -416,19 +429,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto take_tile = [&] {
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
-      take_back(tile, count, kept(from), states, state, step, back);
+      take_back<whole>(tile, count, kept(from), states, state, step, back);
       add_heads(from, count);  // behind the last token's barrier
     };
     if constexpr (part_of == Part::walks) {
       if (!backwards) {
-        walk_states(tokens, states, kept, state, fetch, place, step);
+        walk_states<whole>(
+            tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); },
+            step);
       } else {
         walk_gradients<kRounds>(
             tokens,
             [&](int64_t at) {
-              keep_at(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
+              keep_at<whole>(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
             },
-            fetch, place, [&](int t) {
+            [&](int64_t at) { fetch(at, false); }, [&] { place(false); },
+            [&](int t) {
               const float dy = tile.numbers[kDy][t][own], decay = tile.numbers[kDecay][t][own];
 #pragma unroll
               for (int r = 0; r < kRounds; ++r) {
@@ -443,7 +459,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncthreads();
       take_tile();
     } else {
-      walk_states(tokens, states, kept, state, fetch, place, step);
+      walk_states<whole>(
+          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
       for (from = (tokens - 1) / Tile::kTokens * Tile::kTokens; from >= 0 && tokens > 0; from -= Tile::kTokens) {
         fetch(from), place();
         __syncthreads();
@@ -454,7 +471,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (p.dinitial.data && mine && (part_of == Part::all || backwards))
       store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[3], left,
                    whole_vectors(p.dinitial, states, whole), gradient);
-    if constexpr (each_state) keep(da, p.workspace.states_at(sequence, begin, 0, group, block), states);
+    if constexpr (each_state) keep<whole>(da, p.workspace.states_at(sequence, begin, 0, group, block), states);
     __syncthreads();
   }
 }
@@ -462,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
 template <int kRounds, Part part_of>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, part_of == Part::all ? 1 : 2)
     delta_back_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   constexpr bool whole = part_of != Part::all;  // the keys are all that the rounds have
@@ -489,44 +506,51 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto of_states = [&](const Strided &x) {
       return sequence * x.stride[0] + head * x.stride[1] + column * x.stride[3];
     };
-    const auto kept = [&](int64_t after) { return p.workspace.states_at(sequence, begin, after, group, block); };
+    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
+    const auto kept = [&](int64_t after) {
+      return first_kept + after / Tile::kTokens * p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+    };
     const auto given = [&](const Strided &from, float(&to)[kRounds][4]) {
       load_states(from, of_states(from), from.stride[2], left, mine && from.data, false, to);
     };
     if (part_of != Part::tiles && !backwards) given(p.initial, state);
     if (part_of == Part::tiles && of.from + Tile::kTokens < tokens)
-      restore_from(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
+      restore_from<whole>(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
     else if (part_of != Part::walks || backwards) given(p.dfinal, gradient);
 
-    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads>;
+    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads, part_of != Part::all>;
     RowsHere q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], states);
     RowsHere k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], states);
     constexpr int kRowsAtOnce = kThreads / kColumns, kOwnNumbers = Tile::kTokens / kRowsAtOnce;
     const int c = int(threadIdx.x) % kColumns, of_row = int(threadIdx.x) / kColumns;
-    uint32_t v_bits[kOwnNumbers], out_bits[kOwnNumbers], g_bits[kOwnNumbers], beta_bits[kOwnNumbers];
-    const auto fetch = [&](int64_t from) {
+    LoadedBits v_bits[kOwnNumbers], out_bits[kOwnNumbers], g_bits[kOwnNumbers], beta_bits[kOwnNumbers];
+    // What the walk of the states wants, that of the gradients, or a tile: both.
+    const auto fetch = [&](int64_t from, bool of_states_walk = true, bool of_gradients = true) {
       const int64_t token = range.begin + from;
       const auto at = [&](const Strided &x, int64_t i) {
         return range.batch * x.stride[0] + token * x.stride[1] + i * x.stride[2];
       };
-      q_rows.load(token, range.end), k_rows.load(token, range.end);
+      k_rows.load(token, range.end);
+      if (of_gradients) q_rows.load(token, range.end);
 #pragma unroll
       for (int i = 0; i < kOwnNumbers; ++i) {
         const int t = i * kRowsAtOnce + of_row;
         const auto value = [&](const Strided &x, int64_t n) {
-          return from + t < tokens && c < columns ? bits_at(x, at(x, head) + t * x.stride[1] + n * x.stride[3]) : 0;
+          return bits_at(x, at(x, head) + t * x.stride[1] + n * x.stride[3], from + t < tokens && c < columns);
         };
-        v_bits[i] = value(p.v, first + c), out_bits[i] = value(p.dout, first + c);
+        if (of_states_walk) v_bits[i] = value(p.v, first + c);
+        if (of_gradients) out_bits[i] = value(p.dout, first + c);
         g_bits[i] = value(p.g, 0), beta_bits[i] = value(p.beta, 0);
       }
     };
-    const auto place = [&] {
-      q_rows.store(&tile.rows[0][0][0]), k_rows.store(&tile.rows[1][0][0]);
+    const auto place = [&](bool of_states_walk = true, bool of_gradients = true) {
+      k_rows.store(&tile.rows[1][0][0]);
+      if (of_gradients) q_rows.store(&tile.rows[0][0][0]);
 #pragma unroll
       for (int i = 0; i < kOwnNumbers; ++i) {
         const int t = i * kRowsAtOnce + of_row;
-        tile.numbers[kV][t][c] = number_of(p.v.type, v_bits[i]);
-        tile.numbers[kOut][t][c] = number_of(p.dout.type, out_bits[i]);
+        if (of_states_walk) tile.numbers[kV][t][c] = number_of(p.v.type, v_bits[i]);
+        if (of_gradients) tile.numbers[kOut][t][c] = number_of(p.dout.type, out_bits[i]);
         tile.numbers[kDecay][t][c] = exp_f32(number_of(p.g.type, g_bits[i]));
         tile.numbers[kBeta][t][c] = number_of(p.beta.type, beta_bits[i]);
       }
@@ -556,6 +580,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
     int64_t from = of.from;
+    const int64_t of_dv =
+        range.batch * p.dv.stride[0] + range.begin * p.dv.stride[1] + head * p.dv.stride[2] + column * p.dv.stride[3];
     const auto back = [&](int t, const float(&before)[kRounds][4]) {
       const float decay = tile.numbers[kDecay][t][own], beta = tile.numbers[kBeta][t][own];
       const float dout = tile.numbers[kOut][t][own], m = remembered(t, decay, before), w = beta * m;
@@ -601,11 +627,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       l = join_lanes(l);
       if (lane == 0) {
         tile.terms[t][own] = l, tile.terms[t][kColumns + own] = z * m;
-        if (mine)
-          put(p.dv,
-              range.batch * p.dv.stride[0] + (range.begin + from + t) * p.dv.stride[1] + head * p.dv.stride[2] +
-                  column * p.dv.stride[3],
-              of_m);
+        if (mine) put(p.dv, of_dv + (from + t) * p.dv.stride[1], of_m);
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
@@ -613,7 +635,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto take_tile = [&] {
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
-      take_back(tile, count, kept(from), states, state, step, back);
+      take_back<whole>(tile, count, kept(from), states, state, step, back);
       for (int i = int(threadIdx.x); i < 2 * Tile::kTokens; i += kThreads) {  // behind the last token's barrier
         const int t = i % Tile::kTokens, which = i / Tile::kTokens;
         if (t < count)
@@ -623,14 +645,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     if constexpr (part_of == Part::walks) {
       if (!backwards) {
-        walk_states(tokens, states, kept, state, fetch, place, step);
+        walk_states<whole>(
+            tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); },
+            step);
       } else {
         walk_gradients<kRounds>(
             tokens,
             [&](int64_t at) {
-              keep_at(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
+              keep_at<whole>(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
             },
-            fetch, place, [&](int t) {
+            [&](int64_t at) { fetch(at, false); }, [&] { place(false); },
+            [&](int t) {
               const float decay = tile.numbers[kDecay][t][own], dout = tile.numbers[kOut][t][own];
               float z = 0.0f;
 #pragma unroll
@@ -656,7 +681,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncthreads();
       take_tile();
     } else {
-      walk_states(tokens, states, kept, state, fetch, place, step);
+      walk_states<whole>(
+          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
       for (from = (tokens - 1) / Tile::kTokens * Tile::kTokens; from >= 0 && tokens > 0; from -= Tile::kTokens) {
         fetch(from), place();
         __syncthreads();
@@ -715,7 +741,7 @@ __device__ __forceinline__ float head_sum(const SelectiveScanBackward &p, int wh
                p.width ? (first + p.width - 1) / kColumns - first / kColumns + 1 : 0);
 }
 
-// ddt: a thread has a head of a token.
+// ddt, and a token's parts of dA and dD: a thread has a head of a token.
 __global__ void __launch_bounds__(kThreads)
     selective_steps_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   const uint32_t pieces = uint32_t(divide_up(p.sequences.tokens, kFinishTokens));
@@ -729,6 +755,9 @@ __global__ void __launch_bounds__(kThreads)
       const float of_u = head_sum(p, 0, token, head), of_decay = head_sum(p, 1, token, head);
       put(p.ddt, range.batch * p.ddt.stride[0] + t * p.ddt.stride[1] + head * p.ddt.stride[2],
           p.each_state ? of_decay + of_u : fmaf(element(p.a, head * p.a.stride[0]), of_decay, of_u));
+      // The sums that chains over the tokens want, in place of their first parts.
+      if (!p.each_state) *p.workspace.of_head(1, token, head) = of_decay;
+      if (p.dd.data) *p.workspace.of_head(2, token, head) = head_sum(p, 2, token, head);
     }
   }
 }
@@ -744,19 +773,19 @@ __global__ void __launch_bounds__(32)
     const int64_t before = range.batch * p.sequences.tokens, of_group = p.heads / p.groups;
     float da = 0.0f, dd = 0.0f;
     for (int64_t last = range.end - 1; last >= range.begin; last -= kAhead) {
-      float dt[kAhead], of_decay[kAhead], of_x[kAhead];
+      LoadedBits dt[kAhead];
+      float of_decay[kAhead], of_x[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int64_t t = last - i;
-        dt[i] = of_decay[i] = of_x[i] = 0.0f;
-        if (t < range.begin) continue;
-        dt[i] = element(p.dt, range.batch * p.dt.stride[0] + t * p.dt.stride[1] + head * p.dt.stride[2]);
-        if (!p.each_state) of_decay[i] = head_sum(p, 1, before + t, head);
-        if (p.dd.data) of_x[i] = head_sum(p, 2, before + t, head);
+        const bool there = t >= range.begin;
+        dt[i] = bits_at(p.dt, range.batch * p.dt.stride[0] + t * p.dt.stride[1] + head * p.dt.stride[2], there);
+        of_decay[i] = there && !p.each_state ? *p.workspace.of_head(1, before + t, head) : 0.0f;
+        of_x[i] = there && p.dd.data ? *p.workspace.of_head(2, before + t, head) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
-        if (last - i >= range.begin) da = fmaf(dt[i], of_decay[i], da), dd = dd + of_x[i];
+        if (last - i >= range.begin) da = fmaf(number_of(p.dt.type, dt[i]), of_decay[i], da), dd = dd + of_x[i];
     }
     if (p.dd.data) put(p.dd, sequence * p.dd.stride[0] + head * p.dd.stride[1], dd);
     const int64_t to = sequence * p.da.stride[0] + head * p.da.stride[1];
@@ -792,6 +821,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
   return with_rounds<1, kMostHeldStates>(states, f);
+}
+
+template <int kRounds>
+bool tiles_fit(const ScanWorkspace &workspace, int64_t heads, int64_t width, const Strided &first,
+               const Strided &second) {
+  return workspace.states == kRounds * kScanRound && heads * width <= INT32_MAX &&
+         reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 && rows_in_pieces(first, workspace.states) &&
+         rows_in_pieces(second, workspace.states);
 }
 
 template <class Tile, class Problem>
@@ -832,7 +869,7 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
       if (p.each_state)
         return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>);
     if constexpr (tiles_apart(kRounds))
-      if (p.states == kRounds * kScanRound) {
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c)) {
         PYDET_TRY(launch_back<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>));
         return launch_back<Tile>(name, p, blocks * tiles_of(p.sequences, Tile::kTokens),
                                  selective_back_kernel<kRounds, false, Part::tiles>);
@@ -854,7 +891,7 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
     if constexpr (tiles_apart(kRounds))
-      if (p.keys == kRounds * kScanRound) {
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k)) {
         PYDET_TRY(launch_back<Tile>(name, p, blocks * count * 2, delta_back_kernel<kRounds, Part::walks>));
         return launch_back<Tile>(name, p, blocks * tiles_of(p.sequences, Tile::kTokens),
                                  delta_back_kernel<kRounds, Part::tiles>);

@@ -169,8 +169,7 @@ template <Type type> __device__ __forceinline__ void unpack(const uint4 &bits, f
 #pragma unroll
   for (int i = 0; i < kVector<type>; ++i) {
     if constexpr (type == Type::f32) x[i] = float_of(words[i]);
-    else if constexpr (type == Type::bf16)
-      x[i] = f32_from_bf16(uint16_t(words[i / 2] >> i % 2 * 16));
+    else if constexpr (type == Type::bf16) x[i] = f32_from_bf16(uint16_t(words[i / 2] >> i % 2 * 16));
     else x[i] = f32_from_f16(uint16_t(words[i / 2] >> i % 2 * 16));
   }
 }
@@ -241,8 +240,7 @@ __global__ void __launch_bounds__(kWalkVectors *kWalks)
     float w[V][taps], bias[V], x[taps][V];  // of taps tokens, the last of them new
     load_taps<type, taps>(p.w, walk.c, w);
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      bias[i] = p.bias.data ? element(p.bias, (walk.c + i) * p.bias.stride[0]) : 0.0f;
+    for (int i = 0; i < V; ++i) bias[i] = p.bias.data ? element(p.bias, (walk.c + i) * p.bias.stride[0]) : 0.0f;
     const int64_t row = walk.range.batch * p.x.stride[0] + walk.range.begin * p.x.stride[1] + walk.c;
     const auto at = [&](int64_t t) {  // one of a sequence, or before it
       if (t >= 0) return *vector_at(p.x, row + t * p.x.stride[1]);
