@@ -49,6 +49,10 @@ enum class Part { walks, tiles, all };
 // then all that the rounds have, which saves registers.
 PYDET_HD constexpr bool tiles_apart(int rounds) { return 2 * checkpoint_tokens(rounds * kScanRound) >= kColumns; }
 
+// Blocks whose registers a multiprocessor is to hold: walks by long tiles have many numbers on their way.
+template <int kRounds, Part part_of>
+constexpr int kBlocksHeld = part_of == Part::tiles || (part_of == Part::walks && kRounds > 2) ? 2 : 1;
+
 // Rounds whose sums over columns are made at a time.
 PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 2 ? rounds : 2; }
 
@@ -238,7 +242,7 @@ __device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, co
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
 template <int kRounds, bool each_state, Part part_of>
-__global__ void __launch_bounds__(kThreads, part_of == Part::all ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     selective_back_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   constexpr bool whole = part_of != Part::all;  // the states are all that the rounds have
@@ -479,7 +483,7 @@ __global__ void __launch_bounds__(kThreads, part_of == Part::all ? 1 : 2)
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
 template <int kRounds, Part part_of>
-__global__ void __launch_bounds__(kThreads, part_of == Part::all ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     delta_back_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
   constexpr bool whole = part_of != Part::all;  // the keys are all that the rounds have
