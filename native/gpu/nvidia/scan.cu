@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
     selective_scan_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   static_assert(!each_state || kOwn == 1);
   using Own = Tile<kRounds, kOwn>;
-  constexpr int kTokens = Own::kTokens, kGroup = each_state ? 1 : kRounds <= 4 && kOwn == 1 ? 4 : 2;
+  constexpr int kTokens = Own::kTokens, kGroup = each_state || !whole ? 1 : kRounds <= 4 && kOwn == 1 ? 4 : 2;
   constexpr bool kHeld = each_state && kRounds <= 4;  // decays, in registers
   __shared__ __align__(16) typename Own::Shared shared;
   const int64_t of_group = p.heads / p.groups * p.width, in_group = divide_up(of_group, Own::kColumns);
@@ -208,7 +208,7 @@ template <int kRounds, int kOwn, bool whole>
 __global__ void __launch_bounds__(kWalkers, kOwn == 2 ? 2 : kBlocksHeld<kRounds>)
     gated_delta_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   using Own = Tile<kRounds, kOwn>;
-  constexpr int kTokens = Own::kTokens, kGroup = kRounds <= 4 ? 2 : 1;
+  constexpr int kTokens = Own::kTokens, kGroup = whole && kRounds <= 4 ? 2 : 1;
   __shared__ __align__(16) typename Own::Shared shared;
   __shared__ float2 gates[2][kTokens];  // a decay and beta
   const uint32_t in_head = uint32_t(divide_up(p.width, Own::kColumns)), heads = uint32_t(p.heads);
