@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             chain_of(tile.terms[t] + which * kColumns, at_column, ends);
       }
     };
-    constexpr int kJoined = joined_rounds(kRounds);
+    constexpr int kJoined = each_state ? 1 : joined_rounds(kRounds);
     int turn = 0;
     int64_t from = of.from;
     const int64_t of_dx =
