@@ -344,7 +344,6 @@ QUOTES = {
         "and slowest ({drawn, worst}) where few outputs have long sums",
     ],
     "docs/index.md": [CAPTION],
-    "bench/README.md": [CAPTION],
     "docs/rl.md": [
         "Sampling was {decoding} times as fast as PyTorch's",
         "A training step takes {converted: step} ms (PyTorch: {PyTorch: step}), one in four micro-batches "

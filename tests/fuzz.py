@@ -624,7 +624,7 @@ def make_scaled(rng):
     m, n = rng.choice([0, 1, 1, 2, 3, 5, 17]), rng.choice([0, 1, 2, 5, 16, 33, 129])
     k = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160] + ([257, 300] if not batch else []))
     n = min(n, 33) if batch else n
-    regions = iter(rng.sample(REGIONS, 6))
+    regions = iter(rng.sample(REGIONS, 7))
     blocks = reference_fp8.groups
 
     def matrix(shape, kind, lead):
@@ -652,7 +652,14 @@ def make_scaled(rng):
     given = options("pydet_scaled_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
     given.k_chunk = 128 if varies else rng.choice([0, 32, 64, 128, 160])
     outputs = {"out": matrix([m, n], out_kind, batch)}
-    if given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
+    of_chunks = varies or (made["a_scale"] is None and made["b_scale"] is None)
+    if of_chunks and not accumulate and rng.random() < 0.4:
+        shape = batch + [m, n]
+        made["initial"] = packed(rng, next(regions), shape, np.dtype(np.float32))
+        workspace = Workspace((4 * int(np.prod(shape, dtype=np.int64)) + 15) // 16 * 16)
+        given.workspace, given.workspace_size = workspace.pointer, workspace.size
+        WORKSPACES[id(given)] = workspace
+    elif given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
         given = None
     return Call("scaled_gemm", made, outputs, given)
 
@@ -1518,12 +1525,17 @@ def expected_scaled_gemm(call, before):
     one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
     expect(not varies or k_chunk == 128 or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
     expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
+    initial = before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
+        expect(varies or (a_scale is None and b_scale is None), "began elsewhere under a scale of all of k")
     if 0 in shape:
         return {"out": old}
     start = old.copy() if accumulate else None
     result = reference_fp8.scaled_gemm(
         a, b, a_scale=a_scale, b_scale=b_scale, bias=bias, out=start, out_dtype=old.dtype, accumulate=accumulate,
-        arithmetic=arithmetic, k_chunk=k_chunk,
+        arithmetic=arithmetic, k_chunk=k_chunk, initial=initial,
     )  # fmt: skip
     return {"out": result}
 

@@ -98,8 +98,9 @@ def matrix(a, b, a_scale, b_scale, bias, start, arithmetic, k_chunk):
 
 
 def scaled_gemm(
-    a, b, *, a_scale, b_scale, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None
-):
+    a, b, *, a_scale, b_scale, bias=None, out=None, out_dtype=None, accumulate=False, arithmetic="ieee", k_chunk=None,
+    initial=None,
+):  # fmt: skip
     k_chunk = GROUP if k_chunk is None else k_chunk
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*batch, a.shape[-2], b.shape[-1])
@@ -114,7 +115,7 @@ def scaled_gemm(
     for index in np.ndindex(*batch):
         total = matrix(
             at(a, index), at(b, index), at(a_scale, index), at(b_scale, index), at(bias, index),
-            out[index].copy() if accumulate else None, arithmetic, k_chunk,
+            out[index].copy() if accumulate else None if initial is None else initial[index], arithmetic, k_chunk,
         )  # fmt: skip
         result[index] = round_to(total, dtype)
     if out is None:

@@ -153,7 +153,7 @@ static void run(void) {
   int64_t of_a[] = {call.m, call.k}, of_b[] = {call.k, call.n}, of_c[] = {call.m, call.n}, of_row[] = {call.n};
   int64_t of_rows[] = {call.m}, columns[] = {1, call.k};
   if (!strcmp(call.operation, "scaled_gemm")) {
-    pydet_scaled_gemm_options options = {sizeof options, 0, 128, 0, 0, NULL};
+    pydet_scaled_gemm_options options = {sizeof options, 0, 128, 0, 0, NULL, NULL, 0, NULL};
     pydet_tensor x = tensor(a, 2, of_a, NULL, call.dtype), y = tensor(b, 2, of_b, NULL, call.dtype);
     pydet_tensor out = tensor(c, 2, of_c, NULL, fp32);
     options.arithmetic = strstr(call.kernel, "sm90") ? PYDET_SM90 : PYDET_IEEE;

@@ -98,6 +98,7 @@ def test_a_live_dltensor_reads_as_pydet_tensor():
 SIZES = {
     "pydet_gemm_options": 56,
     "pydet_skinny_gemm_options": 64,
+    "pydet_scaled_gemm_options": 56,
     "pydet_rmsnorm_options": 32,
     "pydet_rmsnorm_backward_options": 56,
     "pydet_layernorm_options": 24,

@@ -206,6 +206,11 @@ def test_whose_summary_a_run_is_in(name, whose):
     assert summary.operation(name) == whose
 
 
+def test_the_page_of_what_was_tried_is_short():
+    words = (summary.FOLDER.parent / "README.md").read_text().split()
+    assert len(words) < 3000, f"bench/README.md has {len(words)} words"
+
+
 def test_the_tree_has_summaries_alone():
     files = sorted(summary.FOLDER.iterdir())
     assert sum(path.stat().st_size for path in files) < 1_000_000

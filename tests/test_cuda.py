@@ -913,6 +913,7 @@ def test_rmsnorm_backward_equals_cpu(device, kernel, dtype):
 def test_block_sums_equal_cpu(device, kernel, dtype):
     """Around the 256 blocks that are joined at a time too. The kernel that leaves no partial sums refuses them."""
     shapes = [*test_rmsnorm.BLOCK_SHAPES, (2048, 512), (1025, 1000), (300, 4096), (1300, 8200)]
+    shapes += [(257, 5121), (513, 6147), (300, 8192)]
     shapes += [(256 * 256 + rest, 8) for rest in (-1, 0, 1, 257)]
     taken = 0
 
@@ -1176,8 +1177,7 @@ def test_norms_on_few_multiprocessors(torch, free):
     """The bits of a call that has 1, 66 or all of the device's multiprocessors to run on."""
     free = free or torch.cuda.get_device_properties(0).multi_processor_count
     sizes = [(4096, 256), (4096, 1024), (8192, 512), (1100, 4096), (600, 8192), (300, 16384), (64, 16392)]
-    if free > 1:  # blocks in clusters, of which one multiprocessor does not hold four
-        sizes += [(33000, 256), (9000, 2048)]
+    sizes += [(33000, 256), (9000, 2048)]
     for m, n in sizes:
         x, dy = (torch.randn(m, n, device="cuda").to(torch.bfloat16) for _ in range(2))
         weight = torch.randn(n, device="cuda")

@@ -51,9 +51,11 @@ class OnDevice:
     def __init__(self, torch, kernel=None):
         self.torch, self.kernel, self.taken, self.refused = torch, kernel, 0, 0
 
-    def scaled_gemm(self, a, b, *, out=None, out_dtype=None, bias=None, a_scale=None, b_scale=None, **options):
+    def scaled_gemm(
+        self, a, b, *, out=None, out_dtype=None, bias=None, a_scale=None, b_scale=None, initial=None, **options
+    ):
         torch = self.torch
-        given = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out}
+        given = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "initial": initial}
         tensors = {name: to_device(torch, array) for name, array in given.items()}
         operands = to_device(torch, a), to_device(torch, b)
         out_dtype = None if out_dtype is None else np.dtype(out_dtype).name
@@ -141,6 +143,9 @@ def problems():
         for a_scale, b_scale in (("group", "block"), ("row", "row"), ("group", "group"), ("none", "none")):
             yield make(131, 140, 272, kind=kind, a_scale=a_scale, b_scale=b_scale)
     yield make(300, 260, 512, accumulate=True, out_dtype="fp32", a_scale="group", b_scale="block")
+    for out_dtype, bias in itertools.product(("bf16", "fp16", "fp32"), ("", "n fp32")):
+        yield make(300, 260, 512, initial=True, out_dtype=out_dtype, bias=bias, a_scale="group", b_scale="block")
+    yield make(130, 72, 272, initial=True, batch=(2,), out_dtype="bf16", a_scale="none", b_scale="none")
     yield make(300, 260, 512, scale_type=E8M0, a_scale="group", b_scale="block")
     yield make(65, 100, 256, scale_type=E8M0, a_scale="row", b_scale="row")
     yield make(70, 130, 256, batch=(3,), a_scale="group", b_scale="block")
@@ -250,6 +255,7 @@ def few_rows(types=(("e4m3", "e4m3"),)):
                 yield make(m, 140, 272, kind=kind, a_scale=a_scale, b_scale=b_scale)
         for a_scale, b_scale in (("group", "block"), ("group", "group"), ("none", "none")):
             yield make(m, 261, 528, accumulate=True, out_dtype="fp32", a_scale=a_scale, b_scale=b_scale)
+            yield make(m, 261, 528, initial=True, a_scale=a_scale, b_scale=b_scale)
         yield make(m, 260, 512, scale_type=E8M0, a_scale="group", b_scale="block")
         yield make(m, 100, 256, scale_type=E8M0, a_scale="row", b_scale="row")
         yield make(m, 9000, 384, a_scale="group", b_scale="block")  # more tiles than blocks

@@ -113,6 +113,21 @@ def test_edges(torch, name, dtype):
     assert taken[False, False] >= 6, taken  # x w^T, which every tile takes
 
 
+@pytest.mark.parametrize("name", [None, *(kernel.name for kernel in tiles())])
+def test_columns_of_out_adjacent(torch, name):
+    """Sums that begin at a tensor of their own, which has its rows adjacent, where out has its columns."""
+    for m, n, k in ((129, 129, 136), (128, 136, 64), (256, 384, 80), (300, 136, 1000), (1037, 523, 264)):
+        a, b = operand(torch, m, k, torch.bfloat16, False), operand(torch, k, n, torch.bfloat16, True)
+        start, bias = torch.randn(m, n, device="cuda"), torch.randn(n, device="cuda")
+        for out_dtype, more in itertools.product((torch.bfloat16, torch.float32), ({}, {"bias": bias})):
+            want = pydet.gemm(a, b, out_dtype=out_dtype, initial=start, kernel=OTHER, **more)
+            out = torch.full((n, m), float("nan"), dtype=out_dtype, device="cuda").T
+            pydet.gemm(a, b, out=out, initial=start, kernel=name, **more)
+            word = torch.int32 if out_dtype == torch.float32 else torch.int16
+            wrong = int((out.contiguous().view(word) != want.view(word)).sum())
+            assert wrong == 0, f"{name or 'chosen'}: {wrong} of {m * n} words differ at {m}x{n}x{k}, {out_dtype}"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_segments_side_by_side_along_k(torch, dtype):
     """A batch whose matrices are segments of x and of w: one pass over w, by each tile of few rows, the sums apart."""

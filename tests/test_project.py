@@ -1,5 +1,6 @@
 """The files about the project say what its code says: licence, changelog, package description."""
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -70,9 +71,7 @@ def test_what_is_for_any_gpu_is_in_both_tables():
     """native/gpu/any has no kernel of one maker's, but for these, which are other instances of a kernel of both."""
     of_one = {
         "gemm_ieee_128x128",  # AMD's: for NVIDIA gemm_ieee_fp32.cu is faster
-        "rmsnorm_backward_cluster",  # NVIDIA's: four blocks of the chains' kernel that join their sums
-        "layernorm_backward_chain",  # NVIDIA's, as the next two: on AMD's the interpreter has not run them
-        "layernorm_backward_cluster",
+        "layernorm_backward_chain",  # NVIDIA's, as the next one: on AMD's the interpreter has not run them
         "layernorm_backward_group",
     }
     tables = {maker: (ROOT / f"native/gpu/{maker}/backend.cpp").read_text() for maker in ("nvidia", "amd")}
@@ -95,3 +94,13 @@ def test_each_word_of_a_row_kernels_name_is_in_the_glossary():
     names = re.findall(r'"cuda_(?:rmsnorm|layernorm|softmax)_(\w+)"', table)
     words = {word for name in names for word in name.split("_")} - {"backward"}
     assert len(words) > 10 and words <= glossary, words - glossary
+
+
+def test_the_map_of_tests_finds_every_file():
+    named = set(re.findall(r"`(test_[\w*]+\.py)`", (ROOT / "tests/README.md").read_text()))
+    operations = {path.name for path in (ROOT / "native/ops").iterdir()}
+    operations |= set(re.findall(r"^PYDET_API pydet_status pydet_(\w+)\(", HEADER.read_text(), flags=re.M))
+    patterns = named - {"test_X.py", "test_cuda_X.py"} | {f"test_{x}*.py" for x in operations} | {"test_cuda_*.py"}
+    files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert not {name for name in files if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    assert all(fnmatch.filter(files, name.replace("X", "*")) for name in named), named

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import capi
 import cases
 import pydet
 import reference_fp8
@@ -82,6 +83,7 @@ class Scaled:
     k_chunk: int | None = None
     batch: tuple = ()
     seed: int = 0
+    initial: bool = False  # as accumulate, but for where the sums begin
 
     def operands(self):
         (m, n, k), batch = (self.m, self.n, self.k), self.batch
@@ -117,6 +119,8 @@ class Scaled:
         a, b, options = self.operands()
         if self.accumulate:
             return reference_fp8.scaled_gemm(a, b, out=self.start(), accumulate=True, **options)
+        if self.initial:
+            options["initial"] = self.start()
         return reference_fp8.scaled_gemm(a, b, out_dtype=OUT_TYPES[self.out_dtype], **options)
 
 
@@ -127,6 +131,8 @@ def run(scaled_gemm, problem):
     if problem.accumulate:
         out[...] = problem.start()
         options["accumulate"] = True
+    if problem.initial:
+        options["initial"] = problem.start()
     before = memory.copy()
     inputs = [a.tobytes(), b.tobytes()]
     scaled_gemm(a, b, out=out, **options)
@@ -238,6 +244,13 @@ def problems_of(kernel):
     yield make(4, 9, 260, accumulate=True, out_dtype="fp32", kind="near")
     yield make(3, 40, 140, batch=(2, 3), bias="mn fp32")
     yield make(3, 40, 140, batch=(2,), a_scale="row", b_scale="row")
+    for k in (0, 1, 127, 128, 129, 300):
+        for out_dtype in OUT_TYPES:
+            yield make(5, 66, k, initial=True, out_dtype=out_dtype, bias="n bf16" if k % 2 else "", kind="specials")
+    for out_layout, bias in itertools.product(("row", "col", "row_padded"), ("", "mn fp16")):
+        for batch, out_dtype in (((), "bf16"), ((2, 3), "bf16"), ((2,), "fp32")):
+            yield make(3, 40, 140, initial=True, batch=batch, bias=bias, out_layout=out_layout, out_dtype=out_dtype)
+    yield make(33, 129, 330, initial=True, a_scale="none", b_scale="none", k_chunk=96)
 
 
 def test_equals_reference(scaled_gemm_kernel):
@@ -331,6 +344,23 @@ def test_cuts_at_chunks_give_the_bits_of_one_call(scaled_gemm_kernel):
     assert_same_bits(out, whole)
 
 
+def test_a_sum_that_was_begun_elsewhere_ends_as_one_call(scaled_gemm_kernel):
+    """With a bias and one rounding to any type."""
+    problem = Scaled(9, 40, 520, scaled_gemm_kernel.dtype, arithmetic=scaled_gemm_kernel.arithmetic)
+    a, b, options = problem.operands()
+    bias = cases.data("normal", (40,), FLOAT32)
+    for out_dtype, cut in itertools.product(OUT_TYPES.values(), (0, 128, 256, 512)):
+        at = cut // 128
+        given = dict(options, a_scale=options["a_scale"][:, :at], b_scale=options["b_scale"][:at])
+        begun = scaled_gemm_kernel.scaled_gemm(a[:, :cut], b[:cut], out_dtype=FLOAT32, **given)
+        given = dict(options, a_scale=options["a_scale"][:, at:], b_scale=options["b_scale"][at:])
+        got = scaled_gemm_kernel.scaled_gemm(
+            a[:, cut:], b[cut:], bias=bias, initial=begun, out_dtype=out_dtype, **given
+        )
+        whole = scaled_gemm_kernel.scaled_gemm(a, b, bias=bias, out_dtype=out_dtype, **options)
+        assert_same_bits(got, whole, f"cut at {cut}, {out_dtype}")
+
+
 # ---- Refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +397,17 @@ def test_refusals():
     assert refused(a, b, a_scale=ones(4, 1), accumulate=True) == (
         "scaled_gemm: a_scale is 4x1, want scales along k, or none, under accumulate"
     )
+    assert refused(a, b, b_scale=ones(1, 6), initial=ones(4, 6)) == (
+        "scaled_gemm: b_scale is 1x6, want scales along k, or none, with initial"
+    )
+    assert refused(a, b, initial=ones(4, 6), accumulate=True) == (
+        "scaled_gemm: initial is given and options.accumulate is 1, want one of them"
+    )
+    assert refused(a, b, initial=ones(6, 4)) == "scaled_gemm: initial is 6x4, want 4x6"
+    assert refused(a, b, initial=ones(4, 6).astype(np.float16)) == "scaled_gemm: initial is float16, want float32"
+    assert refused(a, b, initial=ones(6, 4).T) == (
+        "scaled_gemm: initial has stride 4 in dimension 1, want it contiguous"
+    )
     assert refused(a, b, arithmetic="sm80") == (
         "scaled_gemm: arithmetic sm80 takes bfloat16 or float16 inputs, got float8_e4m3fn"
     )
@@ -380,6 +421,34 @@ def test_refusals():
     out = np.zeros((4, 6), np.float32)
     with pytest.raises(pydet.Error, match="out shares memory with b_scale"):
         pydet.scaled_gemm(a, b, a_scale=None, b_scale=out[:1], out=out)
+
+
+def test_room_for_sums_that_begin_elsewhere():
+    """Of an out that is not float32, in C: as many bytes as are said, none fewer, apart from all operands."""
+    a, b = fp8("any", (3, 256), E4M3), fp8("any", (256, 5), E4M3)
+    initial, out, size = np.ones((3, 5), np.float32), np.full((3, 5), 7, FLOAT16), capi.ffi.new("uint64_t *", 7)
+    tensors = [capi.Tensor(x.view(np.uint8), dtype=(10, 8, 1)) for x in (a, b)] + [capi.Tensor(initial)]
+    room = np.zeros(96, np.uint8)
+    at = room.ctypes.data + -room.ctypes.data % 16
+
+    def call(where, size):
+        given = capi.options("pydet_scaled_gemm_options", k_chunk=128, initial=tensors[2].c, workspace_size=size)
+        given.workspace = capi.ffi.cast("void *", where)
+        null = capi.ffi.NULL
+        return capi.lib.pydet_scaled_gemm(null, tensors[0].c, null, tensors[1].c, null, null, capi.Tensor(out).c, given)
+
+    for fields, want in (({"initial": tensors[2].c}, 128), ({}, 0)):
+        given = capi.options("pydet_scaled_gemm_options", k_chunk=128, **fields)
+        assert capi.lib.pydet_scaled_gemm_workspace(2, 3, 5, 256, given, size) == capi.lib.PYDET_OK and size[0] == want
+    assert capi.lib.pydet_scaled_gemm_workspace(1, 3, -5, 256, given, size) == capi.lib.PYDET_INVALID_SHAPE
+    assert call(at, 48) == capi.lib.PYDET_WORKSPACE_TOO_SMALL
+    assert capi.last_error() == "scaled_gemm: workspace_size is 48, want 64 for the sums of a float16 out"
+    assert call(at + 4, 64) == capi.lib.PYDET_MISALIGNED
+    assert call(initial.ctypes.data // 16 * 16, 64) == capi.lib.PYDET_OVERLAP
+    assert (out == 7).all() and not room.any()
+    assert call(at, 64) == capi.lib.PYDET_OK
+    want = pydet.scaled_gemm(a, b, a_scale=None, b_scale=None, initial=initial, out_dtype=FLOAT16)
+    assert_same_bits(out, want)
 
 
 def test_defaults():

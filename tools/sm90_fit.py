@@ -25,6 +25,7 @@ CLUSTERS = {2: 66, 4: 30, 8: 15}  # that an H100 of 132 SMs runs at once; --clus
 BLOCK_K = 64
 NEAR = 0.4  # how far behind the best tile a time counts 1/e
 FEW = 96  # of rows or columns of out
+HEAT, COOL = 6.0, 256  # of choose.cpp: what a full wave of n columns takes at the power limit, beside one of 256
 TERMS = (
     *("full", "stage", "filled", "wave", "once", "chunk", "turned_b", "turned_a", "both_turned", "memory"),
     *("idle", "unfilled", "few_stage", "few_once", "few_memory"),
@@ -63,7 +64,8 @@ def terms(problem, tile, clusters):
     idle = memory * (1 - blocks / (count * cluster_m * cluster_n))
     unfilled = memory * max(0, 1 - blocks / (2 * clusters[2]))
     few = min(m, n) <= FEW
-    common = full * stages, stages, stages * filled, waves, 1, waves * chunks, *turned, memory
+    hot = 1 + HEAT * (1 / tile_n - 1 / COOL)
+    common = full * stages * hot, stages, stages * filled, waves, 1, waves * chunks, *turned, memory
     return *common, idle, unfilled, few * stages, few, few * memory
 
 
@@ -144,7 +146,8 @@ def describe(what, regret):
     print(f"{what}: chosen over best, geometric mean {mean:.4f}, worst {worst}, {len(regret)} problems")
 
 
-HEAD = """// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100, and wrote this file.
+HEAD = """// What the tiles cost: tools/sm90_fit.py fitted it to times of an H100, of large tiles to those of an H200 at
+// its power limit, and wrote this file.
 #pragma once
 
 namespace pydet {

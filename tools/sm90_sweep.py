@@ -7,15 +7,20 @@ kind, m, n, k, k_chunk, the operands' layout, the kernel that the library chose,
 variants take turns, each as a CUDA graph over buffers that pass the L2. A tile that is far behind in its first sample
 gets no other; with --within 1.5 none that the rates predict to take over 1.5 times as long as the fastest is timed.
 With --few-rows the problems have 1 to 128 rows, and the kernels of skinny.cu are timed too; with --k-chunk all have one
-and more than one chunk; with --handed-over the library's choice hands tiles over in all.
+and more than one chunk; with --handed-over the library's choice hands tiles over in all. With --sustained 0.15 the
+kernels that are near the best are then run for so many seconds twice, in turn in random orders, and their times are of
+the last two thirds of that, as the card's power limit has them; the line has the SM clock of each beside them. --also
+EXPRESSION names tiles that --within does not leave out; --shapes 4096x4096x4096,... replaces what is drawn.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import itertools
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import time
@@ -36,6 +41,7 @@ HOPELESS = 1.25  # times the best first sample
 MOST_WORK = 1 << 39  # products of a problem: longer ones take too much of the time
 SAMPLE_US = 400
 CALLS = (3, 24)  # of a graph
+NEAR, MOST_NEAR = 1.06, 9  # times the best one's time, and how many: what --sustained runs
 
 
 class Timer:
@@ -57,6 +63,40 @@ class Timer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / count
+
+
+class Clock:
+    """The SM clock in MHz, by NVML."""
+
+    def __init__(self):
+        self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self.handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+        if self.nvml.nvmlInit_v2() or self.nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self.handle)):
+            raise SystemExit("NVML does not know the device")
+
+    def __call__(self):
+        mhz, sm = ctypes.c_uint(), 1
+        self.nvml.nvmlDeviceGetClockInfo(self.handle, sm, ctypes.byref(mhz))
+        return mhz.value
+
+
+def sustained(graph, count, us, seconds, clock):
+    """Microseconds a call, and MHz, of the last two thirds of so many seconds."""
+    replays = max(3, round(seconds * 1e6 / (us * count)))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before = replays // 3
+    for i in range(replays):
+        if i == before:
+            begin.record()
+        graph.replay()
+    end.record()
+    begin.synchronize()
+    clocks = []
+    while not end.query():
+        clocks.append(clock())
+        time.sleep(0.005)
+    return begin.elapsed_time(end) * 1e3 / (count * (replays - before)), statistics.fmean(clocks or [clock()])
 
 
 def operands(problem, make=normal):
@@ -84,8 +124,8 @@ def depth(problem):
     return {"forward": problem.k, "dA": problem.n, "dB": problem.m}[problem.kind]
 
 
-def near(problem, kernels, within):
-    """Those that are predicted to take up to `within` times as long as the fastest."""
+def near(problem, kernels, within, also):
+    """Those that are predicted to take up to `within` times as long as the fastest, or that `also` is found in."""
     a, b, _ = operands(problem, partial(torch.empty, device="meta"))
     extents = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1], "k_chunk": problem.k_chunk}
     extents |= {"a_k_adjacent": a.stride(1) == 1, "b_k_adjacent": b.stride(0) == 1}
@@ -94,10 +134,11 @@ def near(problem, kernels, within):
         name: sm90_fit.terms(extents, tiles[name], sm90_fit.CLUSTERS) @ rates[name] for name in kernels if name in tiles
     }
     least = min(time for name, time in times.items() if not tiles[name][-1])  # a tile that hands over may not take it
-    return [name for name in kernels if name not in times or times[name] <= within * least]
+    named = {name for name in times if also and re.search(also, name)}
+    return [name for name in kernels if name not in times or name in named or times[name] <= within * least]
 
 
-def measure(timer, problem, kernels):
+def measure(timer, problem, kernels, seconds=0, clock=None):
     sets = [operands(problem)]
     sets += [operands(problem) for _ in range(sets_of(sum(t.numel() * 2 for t in sets[0]), 16) - 1)]
     told = {"out_dtype": torch.float32} if problem.out == "fp32" else {}
@@ -126,6 +167,17 @@ def measure(timer, problem, kernels):
         for name, graph in graphs.items():
             if times[name][0] < HOPELESS * best or name in ("cublas", "chosen"):
                 times[name].append(timer.sample(graph, count))
+    found = {name: statistics.median(its) for name, its in times.items()}
+    more = {}
+    if seconds:
+        tiles = sorted((name for name in found if name not in ("cublas", "chosen")), key=found.get)[:MOST_NEAR]
+        names = ["cublas", "chosen", *(name for name in tiles if found[name] < NEAR * found[tiles[0]])]
+        turns, more["short_us"] = {name: [] for name in names}, {name: round(us, 3) for name, us in found.items()}
+        for _ in range(2):
+            for name in random.sample(names, len(names)):
+                turns[name].append(sustained(graphs[name], count, found[name], seconds, clock))
+        found = {name: statistics.fmean(us for us, _ in its) for name, its in turns.items()}
+        more["mhz"] = {name: round(statistics.fmean(mhz for _, mhz in its)) for name, its in turns.items()}
     a, b, _ = sets[0]
     return {
         "kind": problem.kind,
@@ -138,7 +190,8 @@ def measure(timer, problem, kernels):
         "b_k_adjacent": b.stride(0) == 1,
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
         "chosen": chosen,
-        "us": {name: round(statistics.median(its), 3) for name, its in times.items()},
+        "us": {name: round(us, 3) for name, us in found.items()},
+        **more,
     }
 
 
@@ -154,6 +207,9 @@ def main():
     )
     parser.add_argument("--few-rows", action="store_true", help="products of 1 to 128 rows, on skinny.cu too")
     parser.add_argument("--within", type=float, default=math.inf)
+    parser.add_argument("--also", default="", help="tiles that --within does not leave out: found in their names")
+    parser.add_argument("--sustained", type=float, default=0, metavar="SECONDS")
+    parser.add_argument("--shapes", default="", help="M x N x K of forward products, with commas between them")
     parser.add_argument("--k-chunk", type=int, help="of all problems")
     parser.add_argument("--handed-over", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
@@ -165,7 +221,9 @@ def main():
         for k in pydet.kernels()
         if k.name.startswith(families) and "mma" not in k.name and options.kernels in k.name
     ]
-    drawn = model_shapes.draw((80 if options.handed_over else 20) * options.problems, options.seed)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
+    drawn = [model_shapes.Drawn("forward", *shape) for shape in shapes]
+    drawn = drawn or model_shapes.draw((80 if options.handed_over else 20) * options.problems, options.seed)
     if options.few_rows:
         rng = random.Random(options.seed)
         drawn = [dataclasses.replace(p, m=rng.randint(1, 128)) for p in drawn if p.kind != "dB" and not p.k_chunk]
@@ -176,14 +234,14 @@ def main():
     drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK]
     if options.handed_over:
         drawn = (p for p in drawn if choice(p).endswith("_handover"))
-    timer, start = Timer(), time.monotonic()
+    timer, start, clock = Timer(), time.monotonic(), Clock() if options.sustained else None
     with options.out.open("w") as out:
         for done, problem in enumerate(itertools.islice(drawn, options.problems)):
             if time.monotonic() - start > options.seconds:
                 print(f"stopped after {done} problems")
                 break
-            timed = near(problem, kernels, options.within) if options.within < math.inf else kernels
-            print(json.dumps(measure(timer, problem, timed)), file=out, flush=True)
+            timed = near(problem, kernels, options.within, options.also) if options.within < math.inf else kernels
+            print(json.dumps(measure(timer, problem, timed, options.sustained, clock)), file=out, flush=True)
 
 
 if __name__ == "__main__":

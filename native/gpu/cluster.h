@@ -11,15 +11,7 @@
 namespace pydet {
 namespace {
 
-constexpr int kClusterBlocks = 4;  // of the norms
-
 #if __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ bool in_cluster() {
-  int blocks;
-  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));  // volatile: read again rather than kept
-  return blocks > 1;
-}
 
 // `bytes` will be sent to this block. All threads, before anything is sent. One thread makes the barrier and arrives at
 // it, in its own order; racecheck, which sees both as the whole warp's, warns of a hazard between lanes 31 and 0.
@@ -56,9 +48,6 @@ __device__ __forceinline__ void send(uint32_t to, float4 piece, uint32_t arrived
       "r"(arrived), "r"(rank), "f"(piece.x), "f"(piece.y), "f"(piece.z), "f"(piece.w)
       : "memory");
 }
-__device__ __forceinline__ void send(void *to, float4 piece, uint64_t *arrived, int rank) {
-  send(shared_address(to), piece, shared_address(arrived), rank);
-}
 
 // The same for what is read: a block's number of its cluster and the count of them, a word of another block's shared
 // memory, and a barrier of all threads after which each sees what the others wrote before.
@@ -86,7 +75,6 @@ __device__ __forceinline__ void wait_for_cluster(uint64_t *arrived) { barrier_wa
 
 #else
 
-__device__ __forceinline__ bool in_cluster() { return false; }
 __device__ __forceinline__ void expect_from_cluster(uint64_t *, int) {}
 __device__ __forceinline__ void meet_cluster() {}
 template <class Piece> __device__ __forceinline__ void send(void *, const Piece &, uint64_t *, int) {}

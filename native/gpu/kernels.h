@@ -159,11 +159,8 @@ pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
 bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
 pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
 bool layernorm_backward_ring_takes(const LayerNormBackward &);
-bool layernorm_backward_cluster_takes(const LayerNormBackward &);
 bool layernorm_backward_chain_prefers(const LayerNormBackward &);
-bool layernorm_backward_cluster_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_chain(const LayerNormBackward &);
-pydet_status layernorm_backward_cluster(const LayerNormBackward &);
 pydet_status layernorm_backward_group(const LayerNormBackward &);
 bool layernorm_backward_rows_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_rows(const LayerNormBackward &);
@@ -172,9 +169,6 @@ pydet_status layernorm_backward_rows(const LayerNormBackward &);
 bool rmsnorm_backward_held_takes(const RmsNormBackward &);
 bool rmsnorm_backward_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &);
-bool rmsnorm_backward_cluster_takes(const RmsNormBackward &);
-bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &);
-pydet_status rmsnorm_backward_cluster(const RmsNormBackward &);
 pydet_status rmsnorm_backward_group(const RmsNormBackward &);
 
 // nvidia/rmsnorm_backward_short.cu
@@ -235,7 +229,7 @@ bool softmax_adjacent_takes(const Softmax &);
 bool softmax_adjacent_prefers(const Softmax &);
 pydet_status softmax_adjacent(const Softmax &);
 
-// nvidia/softmax_backward_staged.cu
+// nvidia/softmax_staged.cu
 bool softmax_backward_staged_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_staged(const SoftmaxBackward &);
 bool softmax_backward_cluster_takes(const SoftmaxBackward &);

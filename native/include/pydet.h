@@ -1,35 +1,30 @@
-/* pydet: deterministic, batch-invariant GEMM (plain, skinny, grouped, fp8), norms, softmax and activations for CPU, CUDA
- * and HIP.
+/* pydet: deterministic, batch-invariant GEMM (plain, skinny, grouped, fp8), norms, softmax and activations for CPU,
+ * CUDA and HIP.
  *
  * The promise. An output element is a pure function of its own row of A, its own column of B, the arithmetic and
- * k_chunk. Nothing else reaches its bits: not M or N, the place in the batch, padding, leading dimensions,
- * alignment, the kernel or tile that was chosen, the number of SMs or threads, the stream, graph replay, the
- * contents of a workspace, earlier calls, or the release of pydet (a release that must change bits raises
- * PYDET_NUMERICS). NUMERICS.md writes every sum as a formula.
+ * k_chunk. Nothing else reaches its bits: not M or N, the place in the batch, padding, strides, alignment, the kernel,
+ * the number of SMs or threads, the stream, graph replay, a workspace, earlier calls, or the release of pydet (one that
+ * must change bits raises PYDET_NUMERICS). NUMERICS.md writes every sum as a formula.
  *
- * The library. Three builds share this header and these symbols: libpydet_cpu.so, libpydet_cuda.so and
- * libpydet_hip.so; each holds the CPU kernels too, and picks the backend by the tensors' device. It keeps no state
- * that a result depends on, never synchronises, prints or exits, works under CUDA-graph capture, and may be called
- * from any thread, by any number of them at once. It allocates nothing for a call. What a GPU is (its architecture, its
- * size) is read once and kept, in a forked process too.
+ * The library. libpydet_cpu.so, libpydet_cuda.so and libpydet_hip.so share this header; each holds the CPU kernels too,
+ * and picks the backend by the tensors' device. It keeps no state that a result depends on, never synchronises, prints
+ * or exits, works under CUDA-graph capture, allocates nothing for a call, and may be called from any threads at once.
  *
  * The process. A call on the CPU needs at most 16 KiB of its thread's stack. The CPU kernels have threads of their own
- * (pydet_threads) and 512 KiB of memory for each thread that is computing, both made when they are first needed and
- * kept; where they cannot be had, the caller computes alone, or in smaller pieces, with the same bits. A caller waits
- * for no thread that has not begun a part of its work. The library works on after fork(), in the child too, also if
- * another thread was computing; fork() itself must not be called in a signal handler that interrupted a call. Once
- * loaded it stays: dlclose() does not unload it. A signal handler may call it, even where it interrupted a call, if that
- * thread has called it before and the process has its threads (one large call makes them).
+ * (pydet_threads) and 512 KiB for each that is computing, made when first needed and kept; where they cannot be had,
+ * the caller computes alone, or in smaller pieces, with the same bits. The library works on after fork(), in the child
+ * too; fork() itself must not be called in a signal handler that interrupted a call. dlclose() does not unload it. A
+ * signal handler may call it, even where it interrupted a call, if that thread has called it before and the process has
+ * its threads (one large call makes them).
  *
- * The call. Every operation takes a stream, its tensors and its options, checks everything before it launches
- * anything, and returns a status. On any status but PYDET_OK nothing was enqueued and no output was touched, and
- * pydet_last_error() says what was wrong in one sentence. PYDET_DEVICE_ERROR alone may come after part of the
- * work was enqueued; then the device itself is in trouble.
+ * The call. Every operation checks everything before it launches anything, and returns a status. On any but PYDET_OK
+ * nothing was enqueued and no output was touched, and pydet_last_error() says why in one sentence. PYDET_DEVICE_ERROR
+ * alone may come after part of the work was enqueued; then the device itself is in trouble.
  *
- * The structures that begin with struct_size, which the caller sets to their sizeof, grow at their ends. Options of a
- * program compiled against an earlier release are shorter: what they lack is 0. Those of a later release are longer,
- * and are taken if all that this release does not know is 0, else refused (PYDET_UNSUPPORTED). Of an info, so many
- * bytes are written.
+ * Structures that begin with struct_size, which the caller sets to their sizeof, grow at their ends. What the options
+ * of an earlier release lack is 0; those of a later one are taken if all that this release does not know is 0, else
+ * refused (PYDET_UNSUPPORTED). Of an info, so many bytes are written. `reserved` is 0. `kernel` is NULL, or a name of
+ * pydet_kernel_name: that kernel or PYDET_UNSUPPORTED.
  */
 #ifndef PYDET_H
 #define PYDET_H
@@ -88,16 +83,14 @@ enum {
 /* "PYDET_OVERLAP" for 7, "unknown status" for a number not above. */
 PYDET_API const char *pydet_status_name(pydet_status status);
 
-/* What the last failed call of this thread was refused for: operation, argument, got, want. Valid until the thread's
- * next call; "" before the first failure. */
+/* Why this thread's last call that failed was refused: operation, argument, got, want. Valid until its next call. */
 PYDET_API const char *pydet_last_error(void);
 
-/* The kernel that the last successful operation of this thread launched; "" if it had nothing to write. */
+/* The kernel of this thread's last successful operation; "" if it had nothing to write. */
 PYDET_API const char *pydet_last_kernel(void);
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------
- * Laid out as DLPack's DLTensor: a pointer to one may be passed as it is. The library reads the descriptors only
- * during the call. */
+ * Laid out as DLPack's DLTensor: a pointer to one may be passed. Descriptors are read only during the call. */
 enum {
   PYDET_CPU = 1,
   PYDET_CUDA = 2,
@@ -140,9 +133,9 @@ typedef struct pydet_tensor {
 } pydet_tensor;
 
 /* ---- Arithmetic -----------------------------------------------------------------------------------------------
- * How one fp32 accumulator walks along k (NUMERICS.md, "GEMM"). The CPU computes every one of them bit for bit;
- * a GPU runs those of its own tensor cores. AUTO means IEEE for fp32 inputs and on the CPU, and the device's tensor
- * cores for bf16 and fp16 on a GPU; pydet_resolve_arithmetic says which. */
+ * How one fp32 accumulator walks along k (NUMERICS.md, "GEMM"). The CPU computes all of them, a GPU those of its own
+ * tensor cores. AUTO is IEEE for fp32 and on the CPU, else the device's tensor cores: pydet_resolve_arithmetic says
+ * which. */
 enum {
   PYDET_AUTO = 0,
   PYDET_IEEE = 1,  /* one fmaf per k, round to nearest even; fp32, bf16, fp16; the same bits on every backend */
@@ -162,15 +155,12 @@ PYDET_API const char *pydet_arithmetic_name(int32_t arithmetic);
 /* ---- GEMM -----------------------------------------------------------------------------------------------------
  *   out[m, n] = round( chain_k(a[m, k], b[k, n]) + bias[n] )
  *
- * Operands   a [..., M, K] and b [..., K, N], both fp32, bf16 or fp16, the same type. out [..., M, N], fp32, bf16 or
- *            fp16. bias NULL, [N], or [..., M, N] (a residual), fp32, bf16 or fp16. One of the last two strides of a,
- *            b and out is 1, the other any non-negative number (a transposed view is a layout, not a copy).
- * Batch      Leading dimensions (at most 6) broadcast as in matmul of the array API standard; out has the broadcast
- *            shape. One launch.
- * Initial    options.initial in place of +0, under the same rounding: what accumulate does to an fp32 out, with an out and
- *            a bias of any type. Not with accumulate. Of an out that is not fp32 it needs pydet_gemm_workspace's bytes, on
- *            the CPU too; the product then runs between two passes over M x N elements.
- * Empty      K = 0 gives zeros (or initial, or out itself under accumulate) plus bias. M, N or batch = 0 writes nothing.
+ * Operands   a [..., M, K] and b [..., K, N], fp32, bf16 or fp16, the same type. out [..., M, N] and bias, NULL, [N] or
+ *            [..., M, N], any of the three. One of the last two strides of a, b and out is 1, the other not negative.
+ * Batch      Leading dimensions (at most 6) broadcast as in matmul of the array API standard; out has that shape.
+ * Initial    options.initial in place of +0: what accumulate does to an fp32 out, with an out and a bias of any type.
+ *            Not with accumulate. Of an out that is not fp32 it needs pydet_gemm_workspace's bytes, on the CPU too.
+ * Empty      K = 0 gives zeros (or initial, or out under accumulate) plus bias. M, N or batch = 0 writes nothing.
  * NaN        Any NaN result is stored as 0x7FFFFFFF (fp32) or 0x7FFF (bf16, fp16).
  * Stream     The GPU stream to run on, NULL for the default one; ignored on the CPU. */
 typedef struct pydet_gemm_options {
@@ -179,7 +169,7 @@ typedef struct pydet_gemm_options {
   int64_t k_chunk;         /* 0: one chain. c, a multiple of 16: chains of c, their sums added in ascending order */
   int32_t accumulate;      /* 1: the chain starts from out, which is fp32, instead of +0 */
   int32_t reserved;        /* 0 */
-  const char *kernel;      /* NULL: the library chooses. A name of pydet_kernel: that kernel or PYDET_UNSUPPORTED */
+  const char *kernel;      /* NULL: the library chooses */
   void *workspace;         /* on the tensors' device, 16-byte aligned, or NULL; it may let a faster kernel run, */
   uint64_t workspace_size; /* and never changes a bit. Its contents do not matter and are lost */
   const pydet_tensor
@@ -192,27 +182,25 @@ PYDET_API pydet_status pydet_gemm(void *stream, const pydet_tensor *a, const pyd
 /* Gradients of out = a b: the same operation on transposed views, under the same rules.
  *   da[m, k] = sum_n dc[m, n] b[k, n]       dc [..., M, N], b [..., K, N], da [..., M, K]
  *   db[k, n] = sum_m a[m, k] dc[m, n]       a [..., M, K], dc [..., M, N], db [..., K, N]
- * accumulate lets db be summed over micro-batches: cut at any multiple of the arithmetic's step (NUMERICS.md), or of
- * k_chunk, it has the bits of one large batch. k_chunk counts along the dimension summed over. */
+ * k_chunk counts along the dimension summed over. Under accumulate db of micro-batches, cut at multiples of the
+ * arithmetic's step (NUMERICS.md) or of k_chunk, has the bits of one batch. */
 PYDET_API pydet_status pydet_gemm_da(void *stream, const pydet_tensor *dc, const pydet_tensor *b,
                                      const pydet_tensor *da, const pydet_gemm_options *options);
 PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const pydet_tensor *dc,
                                      const pydet_tensor *db, const pydet_gemm_options *options);
 
-/* Bytes of workspace that options.kernel can use on these extents in the options' arithmetic and k_chunk, or if it is NULL
- * a kernel that the library may choose; depends on nothing else. With an initial, of which nothing is read, it has room
- * for the sums of an out that is not fp32, too. */
+/* Bytes of workspace that options.kernel, or if it is NULL any kernel, can use: a function of these extents and of the
+ * options' arithmetic, k_chunk and whether there is an initial (with room then for the sums of an out that is not
+ * fp32). */
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 
 /* ---- Skinny GEMM ----------------------------------------------------------------------------------------------
  *   y[..., n] = round( chain_k(x[..., k], w[n, k]) + bias[n] )
  *
- * The decode step: few rows of x, a large w. The same function and the same bits as pydet_gemm on (x, w transposed),
- * on kernels shaped for memory bandwidth. x [..., K] of any rank from 1, w [N, K], y [..., N], bias NULL, [N] or
- * shaped like y. PYDET_FAST lets a kernel cut K and add the parts as suits shape and device: its bits are NOT promised,
- * not even from run to run. (In this release the sm90 kernel for N to about 1000 cuts K, as if in chunks that it chose;
- * every other kernel does the same as without.) */
+ * Few rows of x, a large w: the function and the bits of pydet_gemm on (x, w transposed), on kernels shaped for memory
+ * bandwidth. x [..., K] of any rank from 1, w [N, K], y [..., N], bias NULL, [N] or like y. PYDET_FAST lets a kernel
+ * cut K as suits shape and device: its bits are NOT promised, not even from run to run. */
 enum { PYDET_DETERMINISTIC = 0, PYDET_FAST = 1 };
 
 typedef struct pydet_skinny_gemm_options {
@@ -224,8 +212,7 @@ typedef struct pydet_skinny_gemm_options {
   const char *kernel;
   void *workspace;
   uint64_t workspace_size;
-  int32_t weights_constant; /* 1: the caller promises that no work still running in the stream writes w, so its loads
-                               may start before the kernel ahead has ended (programmatic dependent launch) */
+  int32_t weights_constant; /* 1: no work still running in the stream writes w, so that it may be read early */
   int32_t reserved;         /* 0 */
   const pydet_tensor *initial;
 } pydet_skinny_gemm_options;
@@ -240,25 +227,23 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
 /* ---- Scaled GEMM ----------------------------------------------------------------------------------------------
  *   out[m, n] = round( sum_k a[m, k] sa[m, k div 128] b[k, n] sb[k div 128, n] + bias[n] ), in fp8
  *
- * Chains of the arithmetic over chunks of k, each from +0, are combined in ascending order (NUMERICS.md, "Scaled GEMM"):
+ * Chains of the arithmetic over chunks of k, each from +0, are combined in ascending order (NUMERICS.md, "Scaled
+ * GEMM"):
  *   scales along k   D = fmaf(fl(sa sb), s_c, D), chunks of 128;   out = round(D + bias)
  *   otherwise        D = fl(D + s_c), chunks of k_chunk;           out = round(fl(fl(D sb) sa) + bias)
  *
- * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the last
- *            two strides of a, b and out is 1.
- * Hopper     SM90 on a GPU takes less than on a CPU, and refuses the rest with PYDET_UNSUPPORTED and its reason; IEEE takes
- *            all of it. The data and strides of a and b, in bytes, are multiples of 16, else "the tensor cores do not read a,
- *            want its data and strides in multiples of 16 bytes". No kernel takes "a left operand along M" or "a right
- *            operand along N" (k is adjacent in both: a's last stride is 1, and b's last but one), "an out along M" (out's
- *            last stride is 1), or "a k_chunk that is no multiple of 128".
+ * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the
+ *            last two strides of a, b and out is 1.
+ * Hopper     SM90 on a GPU wants k adjacent in a and b, n in out, the data and strides of a and b in multiples of 16
+ *            bytes and of k_chunk a multiple of 128, and refuses the rest (PYDET_UNSUPPORTED); IEEE takes all of it.
  * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes say what shares one:
  *              a_scale  []: all of a; [..., M, 1]: a row; [..., M, ceil(K/128)]: a row's 128 elements along k
  *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
  *                       [..., ceil(K/128), ceil(N/128)]: a block of 128 x 128
- *            A scale is along k if its second extent (b: first) is ceil(K/128). So for K <= 128, where rows and groups are
- *            the same, every scale but [] is; for K = 0 only one with an extent of 0 is. With N <= 128 a b_scale of
- *            [ceil(K/128), 1] is by blocks.
+ *            A scale is along k if its second extent (b: first) is ceil(K/128): for K <= 128 every one but [], for K = 0
+ *            only one with an extent of 0. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks.
  * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
+ * Initial    As in pydet_gemm, with scales as accumulate has them; the bytes are pydet_scaled_gemm_workspace's.
  * Empty, NaN, Stream   As in pydet_gemm.
  *
  * IEEE and SM90 are the arithmetics of fp8. AUTO means SM90 on Hopper, IEEE on the CPU and on other GPUs. */
@@ -269,25 +254,31 @@ typedef struct pydet_scaled_gemm_options {
   int32_t accumulate; /* 1: D starts from out, which is fp32, instead of +0; the scales are along k, or absent */
   int32_t reserved;   /* 0 */
   const char *kernel;
+  void *workspace; /* as in pydet_gemm_options, of an initial alone */
+  uint64_t workspace_size;
+  const pydet_tensor *initial; /* NULL, or fp32, shaped like out, contiguous, apart from out: D starts from it */
 } pydet_scaled_gemm_options;
 
 PYDET_API pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,
                                          const pydet_tensor *b, const pydet_tensor *b_scale, const pydet_tensor *bias,
                                          const pydet_tensor *out, const pydet_scaled_gemm_options *options);
 
+/* Bytes of workspace for the sums of an out that is not fp32 and an options.initial, of which nothing is read; else 0. */
+PYDET_API pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                                   const pydet_scaled_gemm_options *options, uint64_t *bytes);
+
 /* ---- Quantisation ---------------------------------------------------------------------------------------------
  *   scale = max(amax, 1e-10) / L,   out = x / scale, clamped to [-L, L], to nearest even;   L is the largest of out's type
  *
- * A true division, the same bits on every backend; amax is the largest |x| of what shares the scale. x [..., M, K], fp32,
- * bf16 or fp16; out like it, e4m3fn or e5m2; one of the last two strides of each is 1. scale, of the type and any strides
- * that pydet_scaled_gemm takes (of what is e8m0fnu the scales are powers of two):
+ * A true division; amax is the largest |x| of what shares the scale. x [..., M, K], fp32, bf16 or fp16; out like it,
+ * e4m3fn or e5m2; one of the last two strides of each is 1. scale, of a type and strides that pydet_scaled_gemm takes
+ * (of e8m0fnu powers of two):
  *   ROW     [..., M, 1]               GROUP  [..., M, ceil(K/128)], 128 along k
  *   TENSOR  []                        BLOCK  [..., ceil(M/128), ceil(K/128)], 128 x 128
- * transposed and transposed_scale, both or neither NULL: what the call would give of x transposed, [..., K, M] and its
- * scale, in the same pass; GROUP and BLOCK. The products of a gradient need k adjacent on the other side.
- * NaN in x makes NaN of all that share its scale; Inf becomes NaN, and the finite beside it 0, or NaN if the scale is to be
- * a power of two. The amax of no elements is 0: a TENSOR's scale is written where x is empty, and so is a ROW's where K = 0.
- * On a GPU the scale of a TENSOR takes three launches in the stream; out holds what is in between. */
+ * transposed and transposed_scale, both or neither NULL: what the call would give of x transposed, [..., K, M]; GROUP
+ * and BLOCK. NaN in x makes NaN of all that share its scale; Inf becomes NaN, and the finite beside it 0, or NaN if the
+ * scale is a power of two. The amax of no elements is 0: a TENSOR's scale is written where x is empty, and a ROW's
+ * where K = 0. On a GPU the scale of a TENSOR takes three launches; out holds what is in between. */
 enum { PYDET_ROW = 0, PYDET_GROUP = 1, PYDET_BLOCK = 2, PYDET_TENSOR = 3 };
 
 typedef struct pydet_quantize_options {
@@ -306,12 +297,11 @@ PYDET_API pydet_status pydet_quantize(void *stream, const pydet_tensor *x, const
 /* ---- RMSNorm --------------------------------------------------------------------------------------------------
  *   y = x rstd (w + weight_offset) + bias,   rstd = 1 / sqrt(mean(x^2) + eps),   over the last dimension
  *
- * All in fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, elements of a row adjacent, rows
+ * In fp32 with the same bits on every backend. x [..., N], bf16, fp16 or fp32, elements of a row adjacent, rows
  * anywhere, with at most three strides left once dimensions are merged. y like x. rstd NULL or [...] fp32, contiguous.
- * weight NULL (all 1), [N], or [H, N] beside x [..., H, N]: a weight for each head. bias NULL (0) or like weight. Either
- * of any of the three types. A head has the bits of a call on it alone, its dweight and dbias too.
- * residual NULL or like x, or fp32 beside any x: then sum, which must be given and is like residual, receives
- * x + residual rounded to its type, and is what is normalised. */
+ * weight NULL (1), [N], or [H, N] beside x [..., H, N]; bias NULL (0) or like weight; either of any of the three types.
+ * A head has the bits of a call on it alone, its dweight and dbias too. residual NULL or like x, or fp32: then sum, like
+ * residual, receives x + residual rounded to its type, and is what is normalised. */
 typedef struct pydet_rmsnorm_options {
   uint32_t struct_size;
   float eps;           /* not negative; 1e-6 if options is NULL */
@@ -328,12 +318,11 @@ PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const 
 /* Gradients, from the x (or sum) and rstd of the forward call:
  *   xhat = x rstd,  g = dy (w + weight_offset),  dx = rstd (g - xhat mean(g xhat)) + dresidual
  *   dweight[n] = sum over rows of dy xhat,   dbias[n] = sum over rows of dy
- * dy shaped like x, and of its type, or of any beside an fp32 x (a sum); dx like x, or NULL; dresidual like x, or NULL;
- * dweight [N] fp32, bf16 or fp16, or [H, N] where weight is, or NULL. The sum over rows walks fixed blocks, never the SM
- * count's, so dweight needs a workspace of pydet_rmsnorm_backward_workspace bytes. Under accumulate it continues from
- * dweight, then fp32: rows (of each head) cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one call. Where rows are
- * on several devices, block_sums gives B = ceil(rows / PYDET_DWEIGHT_ROWS) sums (rows of a head), not under accumulate:
- * pydet_fold of all of them, in the order of the rows, is dweight. */
+ * dy like x, or of any type beside an fp32 x; dx and dresidual like x, or NULL; dweight [N] fp32, bf16 or fp16, or [H,
+ * N] where weight is, or NULL: it needs a workspace of pydet_rmsnorm_backward_workspace bytes. Under accumulate it
+ * continues from dweight, then fp32: rows (of each head) cut at a multiple of PYDET_DWEIGHT_ROWS give the bits of one
+ * call. Of rows on several devices block_sums gives B = ceil(rows / PYDET_DWEIGHT_ROWS) sums (rows of a head), not
+ * under accumulate: pydet_fold of all of them, in the order of the rows, is dweight. */
 enum { PYDET_DWEIGHT_ROWS = 256 };
 
 typedef struct pydet_rmsnorm_backward_options {
@@ -362,8 +351,8 @@ PYDET_API pydet_status pydet_rmsnorm_backward_workspace(int64_t rows, int64_t n,
 /* ---- LayerNorm ------------------------------------------------------------------------------------------------
  *   y = (x - mean) rstd (w + weight_offset) + bias,   rstd = 1 / sqrt(mean((x - mean)^2) + eps),   over the last dimension
  *
- * All in fp32 with the same bits on every backend (NUMERICS.md, "LayerNorm"). Operands as in pydet_rmsnorm; bias NULL (0) or
- * [N] of any of the three types; mean like rstd: NULL or [...] fp32, contiguous. */
+ * All in fp32 with the same bits on every backend (NUMERICS.md, "LayerNorm"). Operands as in pydet_rmsnorm; bias NULL
+ * (0) or [N] of any of the three types; mean like rstd: NULL or [...] fp32, contiguous. */
 typedef struct pydet_layernorm_options {
   uint32_t struct_size;
   float eps;           /* not negative; 1e-5 if options is NULL */
@@ -380,9 +369,8 @@ PYDET_API pydet_status pydet_layernorm(void *stream, const pydet_tensor *x, cons
 /* Gradients, from the x (or sum), mean and rstd of the forward call:
  *   xhat = (x - mean) rstd,  g = dy (w + weight_offset),  dx = rstd (g - mean(g) - xhat mean(g xhat)) + dresidual
  *   dweight[n] = sum over rows of dy xhat,   dbias[n] = sum over rows of dy
- * dx like x, dweight and dbias [N] fp32, bf16 or fp16, any of them NULL; dresidual like x, or NULL. The sums over rows are
- * those of pydet_rmsnorm_backward, accumulate too, which is for both; with either, the workspace is
- * pydet_layernorm_backward_workspace bytes. */
+ * dx like x, dweight and dbias [N] fp32, bf16 or fp16, any of them NULL; dresidual like x, or NULL. The sums over rows,
+ * and accumulate, are those of pydet_rmsnorm_backward; they need pydet_layernorm_backward_workspace bytes. */
 typedef struct pydet_layernorm_backward_options {
   uint32_t struct_size;
   float weight_offset;
@@ -406,9 +394,9 @@ PYDET_API pydet_status pydet_layernorm_backward_workspace(int64_t rows, int64_t 
 /* ---- Softmax --------------------------------------------------------------------------------------------------
  *   y = e / s, or under log: (x - m) - log(s);   m = max(x),  e = exp(x - m),  s = sum(e),  over the last dimension
  *
- * In fp32 with the same bits on every backend (NUMERICS.md, "Softmax"). x [..., N] as of pydet_rmsnorm, y like x. What is
- * masked by -Inf at a row's end, or not there, changes nothing. A row of nothing but -Inf, or with a NaN or Inf, is NaN.
- * The gradient is that of the y that was stored: dx = y (dy - sum(dy y)), or under log dy - exp(y) sum(dy). */
+ * In fp32 with the same bits on every backend. x [..., N] as of pydet_rmsnorm, y like x. -Inf at a row's end changes
+ * nothing. A row of nothing but -Inf, or with a NaN or Inf, is NaN. The gradient is that of the y that was stored:
+ * dx = y (dy - sum(dy y)), or under log dy - exp(y) sum(dy). */
 typedef struct pydet_softmax_options {
   uint32_t struct_size;
   int32_t log; /* 1: the logarithm */
@@ -421,9 +409,9 @@ PYDET_API pydet_status pydet_softmax(void *stream, const pydet_tensor *x, const 
 PYDET_API pydet_status pydet_softmax_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *y,
                                               const pydet_tensor *dx, const pydet_softmax_options *options);
 
-/* log_prob = (x[index] - m) - log(s), one column of the log-softmax of each row, in fp32, without the others: x [..., N],
- * index [...] in int32 or int64, log_prob [...] in fp32, both contiguous. An index below 0 or from N on gives NaN. Its
- * gradient is dx = dlog_prob (1 at index, else 0, less e / s), like x; +0 for such an index. */
+/* log_prob = (x[index] - m) - log(s), one column of each row's log-softmax: x [..., N], index [...] in int32 or int64,
+ * log_prob [...] in fp32, both contiguous. An index below 0 or from N on gives NaN. The gradient is
+ * dx = dlog_prob (1 at index, else 0, less e / s), like x; +0 for such an index. */
 typedef struct pydet_log_prob_options {
   uint32_t struct_size;
   int32_t reserved; /* 0 */
@@ -439,21 +427,20 @@ PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor 
 /* ---- Linear log-probability -----------------------------------------------------------------------------------
  *   z[t, n] = round( chain_k(x[t, k], w[n, k]) + bias[n] );   log_prob[t] = pydet_log_prob of z[t, :] and index[t]
  *
- * The head of a language model: pydet_skinny_gemm and pydet_log_prob in one, with their bits, and without z in memory but
- * for some rows at a time, in the workspace. How many those are changes no bit, nor does how many there are in all
- * (NUMERICS.md, "Head"). Backward makes z again; d is its gradient, rounded to the type of z and then to that of x:
+ * pydet_skinny_gemm and pydet_log_prob in one, with their bits, z being in the workspace for some rows at a time: how
+ * many changes no bit (NUMERICS.md, "Head"). Backward makes z again; d is its gradient, rounded to z's type and then to
+ * x's:
  *   dx[t, k] = round( chain_n(d[t, n], w[n, k]) );   dw[n, k] = chain_t(d[t, n], x[t, k]);   dbias[n] = chain_t(1, d[t, n])
  *
- * Operands   x [..., K], whose rows lie one stride apart, w [N, K], both fp32, bf16 or fp16, the same type, one of their
- *            strides 1; bias NULL or [N], of any of the three; index [...], int32 or int64, and log_prob and dlog_prob
- *            [...], fp32, contiguous. An index below 0 or from N on gives NaN, and zeros in d.
- * Results    dx like x, dw [N, K], dbias [N], of any of the three types, their last stride 1; each NULL if it is not asked
- *            for. dw and dbias that are not fp32 need a workspace for all rows at once. accumulate: they are continued;
- *            micro-batches of a multiple of 16 rows (or of k_chunk) have the bits of one batch. Otherwise z may lie in the
- *            memory of an fp32 dw until dw is written: then its sums are written once.
- *            log_prob in backward: NULL, or written too: then the loss has its gradients by three products, not four, where
- *            these are known beforehand. Cross entropy is -log_prob, so dlog_prob is -1 / rows for the mean of it; a row
- *            that is to be ignored has an index of -1 and counts for nothing.
+ * Operands   x [..., K], whose rows lie one stride apart, w [N, K], both fp32, bf16 or fp16, the same type, one of
+ *            their strides 1; bias NULL or [N], of any of the three; index [...], int32 or int64, and log_prob and
+ *            dlog_prob [...], fp32, contiguous. An index below 0 or from N on (a row to be ignored) gives NaN, and
+ *            zeros in d.
+ * Results    dx like x, dw [N, K], dbias [N], of any of the three types, their last stride 1, or NULL. dw and dbias
+ *            that are not fp32 need a workspace for all rows at once. accumulate: they are continued; micro-batches of
+ *            a multiple of 16 rows (or of k_chunk) have the bits of one batch. Else an fp32 dw may hold z until it is
+ *            written. log_prob in backward: NULL, or written too, so that a loss whose dlog_prob is known takes three
+ *            products, not four.
  * Products   No kernel can be asked for by name; arithmetic and k_chunk are those of all products.
  * Empty, NaN, Stream   As in pydet_gemm and pydet_log_prob. */
 typedef struct pydet_linear_log_prob_options {
@@ -478,30 +465,31 @@ PYDET_API pydet_status pydet_linear_log_prob_backward(void *stream, const pydet_
                                                       const pydet_tensor *dw, const pydet_tensor *dbias,
                                                       const pydet_linear_log_prob_options *options);
 
-/* Bytes of workspace for x [rows, K] of this type, w [N, K]: for as many rows at a time as `most` bytes hold, 256 MiB if it
- * is 0, or for as few as may be if these need more. */
+/* Bytes of workspace for x [rows, K] of this type, w [N, K]: for the rows that `most` bytes hold (0: 256 MiB), or the
+ * fewest that may be. */
 PYDET_API pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type,
                                                        int32_t backward, uint64_t most,
                                                        const pydet_linear_log_prob_options *options, uint64_t *bytes);
 
 /* ---- Sampling --------------------------------------------------------------------------------------------------
- * A token of each row of logits x [..., N], N up to 8,388,608, drawn with the probabilities of softmax(x / temperature) and
- * the filters below: a function of the row, its seed, its position and its options alone. The same token on every backend,
- * in any batch (NUMERICS.md, "Sampling").
+ * A token of each row of logits x [..., N], N up to 8,388,608, drawn from softmax(x / temperature) and the filters
+ * below: a function of the row, its seed, its position and its options alone, on every backend (NUMERICS.md,
+ * "Sampling").
  *
  *   z = x / temperature,   token = the column of the largest z - max(z) + g, the lowest of equal ones
  *   g = -log(-log(u)),     u of Philox4x32-10: seed is the key, position and column are the counter
  *
- * Filters keep the first columns in the order of x descending, equal ones by ascending number: top_k that many (0: all); of
- * these top_p the fewest whose probability reaches top_p of theirs, at least one (1: all); of these min_p what is at least
- * min_p as probable as the likeliest (0: all). temperature 0 takes the largest x, the first of equal ones, unfiltered.
+ * Filters keep the first columns in the order of x descending, equal ones by ascending number: top_k that many (0:
+ * all); of these top_p the fewest whose probability reaches top_p of theirs, at least one (1: all); of these min_p what
+ * is at least min_p as probable as the likeliest (0: all). temperature 0 takes the largest x, the first of equal ones,
+ * unfiltered.
  *
- * seed, position [...] in int32 or int64, contiguous: any numbers. token [...] in int64, contiguous. log_prob and
- * filtered_log_prob [...] in fp32, contiguous, either may be NULL: that of the token before the filters, as pydet_log_prob
- * of x / temperature in fp32 has it (at temperature 0 of x), and after them (at temperature 0 it is 0). A row with a NaN or
- * +Inf, or of nothing but -Inf, or whose own options are out of their ranges, has token -1 and log-probabilities NaN.
+ * seed, position [...] in int32 or int64: any numbers. token [...] in int64. log_prob and filtered_log_prob [...] in
+ * fp32 or NULL: of the token before the filters, as pydet_log_prob of x / temperature (of x at 0), and after them (0 at
+ * 0). All are contiguous. A row with a NaN or +Inf, of nothing but -Inf, or whose own options are out of range, has
+ * token -1 and NaN.
  *
- * NULL options, and all 0, are greedy: the largest x. Who asks for another temperature wants top_p = 1, or less. */
+ * NULL options, and all 0, are greedy: the largest x. With another temperature top_p is 1, or less. */
 typedef struct pydet_sample_options {
   uint32_t struct_size;
   float temperature;                /* 0 or more */
@@ -521,9 +509,9 @@ PYDET_API pydet_status pydet_sample(void *stream, const pydet_tensor *x, const p
                                     const pydet_tensor *log_prob, const pydet_tensor *filtered_log_prob,
                                     const pydet_sample_options *options);
 
-/* The k largest of each row of x [..., N], N below 2^31, descending, equal ones by ascending column: values [..., k] of x's
- * type and index [..., k] in int64, both contiguous, 1 <= k <= N. -0 equals +0; a NaN is larger than all else, and equal to
- * any other. */
+/* The k largest of each row of x [..., N], N below 2^31, descending, equal ones by ascending column: values [..., k] of
+ * x's type and index [..., k] in int64, contiguous, 1 <= k <= N. -0 equals +0; NaNs are equal, and larger than all
+ * else. */
 typedef struct pydet_topk_options {
   uint32_t struct_size;
   int32_t reserved; /* 0 */
@@ -536,14 +524,14 @@ PYDET_API pydet_status pydet_topk(void *stream, const pydet_tensor *x, const pyd
 /* ---- Embedding -------------------------------------------------------------------------------------------------
  *   out[t, :] = w[ids[t], :],   and its gradient   dw[v, :] = sum over the tokens t with ids[t] = v, ascending, of dout[t, :]
  *
- * w [V, N] fp32, bf16 or fp16, elements of a row adjacent; ids [...] in int32 or int64, contiguous; out and dout [..., N],
- * rows as of pydet_rmsnorm, out of w's type. The sum is in fp32, an addition each (NUMERICS.md, "Embedding"): neither the
- * batch nor the device shows in it. dw [V, N] of dout's type or fp32; a row without tokens becomes 0. Under accumulate dw,
- * then fp32, is continued: tokens cut anywhere into calls in their order give the bits of one call, and a row without
- * tokens is not touched. Tokens whose id is `padding` have no part in the gradient.
+ * w [V, N] fp32, bf16 or fp16, elements of a row adjacent; ids [...] in int32 or int64, contiguous; out and dout [...,
+ * N], rows as of pydet_rmsnorm, out of w's type. The sum is in fp32, an addition each. dw [V, N] of dout's type or
+ * fp32; a row without tokens becomes 0. Under accumulate dw, then fp32, is continued: tokens cut anywhere into calls in
+ * their order give the bits of one call, and a row without tokens is not touched. Tokens whose id is `padding` have no
+ * part in the gradient.
  *
- * An id that is none of the table's rows is refused on the CPU, before anything is written. On a GPU its row of out is NaN,
- * and its token has no part in dw. The workspace is pydet_embedding_backward_workspace bytes. */
+ * The CPU refuses an id that is none of the table's rows. On a GPU its row of out is NaN, and its token has no part in
+ * dw. The workspace is pydet_embedding_backward_workspace bytes. */
 typedef struct pydet_embedding_options {
   uint32_t struct_size;
   int32_t reserved; /* 0 */
@@ -568,17 +556,16 @@ PYDET_API pydet_status pydet_embedding_backward(void *stream, const pydet_tensor
                                                 const pydet_tensor *dw,
                                                 const pydet_embedding_backward_options *options);
 
-/* Bytes of workspace for the gradient of a table of `rows` rows by so many tokens: a function of the two alone. Both are
- * below 2^31. */
+/* Bytes of workspace for the gradient of a table of `rows` rows by so many tokens: a function of the two alone. Both
+ * are below 2^31. */
 PYDET_API pydet_status pydet_embedding_backward_workspace(int64_t tokens, int64_t rows, uint64_t *bytes);
 
 /* ---- Rotary embeddings ------------------------------------------------------------------------------------------
  *   a[..., j] = fl(position[...] frequencies[j]),   cos = round(fl(cos(a) scale)),   sin = round(fl(sin(a) scale))
  *
- * positions [...] in int32, int64, fp32, bf16 or fp16, contiguous; frequencies [F] in fp32, contiguous. cos and sin [..., F],
- * or [..., 2 F]: then the F once more behind them; both of one type, rows as of pydet_rmsnorm. Cosine and sine are a written
- * formula in fp64 (NUMERICS.md, "Rotary embeddings"), rounded to fp32: an element depends on its position and frequency
- * alone. */
+ * positions [...] in int32, int64, fp32, bf16 or fp16, contiguous; frequencies [F] in fp32, contiguous. cos and sin
+ * [..., F], or [..., 2 F]: then the F once more behind them; both of one type, rows as of pydet_rmsnorm. An element
+ * depends on its position and frequency alone (NUMERICS.md, "Rotary embeddings"). */
 typedef struct pydet_rotary_table_options {
   uint32_t struct_size;
   float scale;      /* finite and not 0; 1 without options */
@@ -590,16 +577,18 @@ PYDET_API pydet_status pydet_rotary_table(void *stream, const pydet_tensor *posi
                                           const pydet_tensor *cos, const pydet_tensor *sin,
                                           const pydet_rotary_table_options *options);
 
-/* Pairs (a, b) of the first R elements of each head become (a cos - b sin, b cos + a sin); the other elements are copied.
+/* Pairs (a, b) of the first R elements of each head become (a cos - b sin, b cos + a sin); the other elements are
+ * copied.
  *
- * q [..., H, N] and q_out like it, k [..., G, N] and k_out likewise, or NULL both; elements of a head adjacent. cos and sin
- * [..., R / 2], a number a pair; under `whole` [..., R], a number an element, at its place in q_out (transposed: in q).
- * A leading extent of theirs may be 1 where that of q is not. q and k are of one type, q_out and k_out of one, cos and sin of
- * one. Pair i is elements i and R / 2 + i; under neighbours it is 2 i and 2 i + 1 of q and k, under out_neighbours of q_out
- * and k_out.
+ * q [..., H, N] and q_out like it, k [..., G, N] and k_out likewise, or NULL both; elements of a head adjacent. cos and
+ * sin [..., R / 2], a number a pair; under `whole` [..., R], a number an element, at its place in q_out (transposed: in
+ * q). A leading extent of theirs may be 1 where that of q is not. q and k are of one type, q_out and k_out of one, cos
+ * and sin of one. Pair i is elements i and R / 2 + i; under neighbours it is 2 i and 2 i + 1 of q and k, under
+ * out_neighbours of q_out and k_out.
  *
- * Each product is rounded to the type of q_out, and then the sum; under in_fp32 the sum alone. transposed: (a cos + b sin,
- * b cos - a sin), the gradient by q of that by q_out, where a sum of -0 is +0, and so are elements that are copied. */
+ * Each product is rounded to the type of q_out, and then the sum; under in_fp32 the sum alone. transposed: (a cos + b
+ * sin, b cos - a sin), the gradient by q of that by q_out, where a sum of -0 is +0, and so are elements that are
+ * copied. */
 typedef struct pydet_rotary_options {
   uint32_t struct_size;
   int32_t whole, neighbours, out_neighbours, in_fp32, transposed; /* 0 or 1 */
@@ -619,9 +608,9 @@ PYDET_API pydet_status pydet_rotary(void *stream, const pydet_tensor *q, const p
  *   GELU_TANH   its approximation by tanh          SOFTPLUS  log(1 + e^x)
  *   QUICK_GELU  x / (1 + e^(-1.702 x))             EXP       e^x
  *
- * In fp32 by formulas, with the same bits on every backend and at every place (NUMERICS.md, "Activations"), rounded once;
- * with up f(x) is rounded, and the product, as if by two calls. x [..., N] as of pydet_softmax, of any N; up NULL or like
- * x; y like x. y may be x or up itself, with its strides; else it is apart from both. */
+ * In fp32, with the same bits on every backend (NUMERICS.md, "Activations"), rounded once; with up f(x) is rounded, and
+ * the product, as if by two calls. x [..., N] as of pydet_softmax; up NULL or like x; y like x: x or up itself, with
+ * its strides, or apart from both. */
 enum {
   PYDET_SILU = 0,
   PYDET_GELU = 1,
@@ -643,21 +632,22 @@ typedef struct pydet_activation_options {
 PYDET_API pydet_status pydet_activation(void *stream, const pydet_tensor *x, const pydet_tensor *up,
                                         const pydet_tensor *y, const pydet_activation_options *options);
 
-/* dx = dy f'(x); with up: g = dy up, rounded, then dx = g f'(x) and dup = dy f(x), f(x) rounded. dx and dup like x, either
- * NULL, not both; no dup without up. Each may be dy, x or up itself, as y may be; the two are apart. */
+/* dx = dy f'(x); with up: g = dy up, rounded, then dx = g f'(x) and dup = dy f(x), f(x) rounded. dx and dup like x,
+ * either NULL, not both; no dup without up. Each may be dy, x or up itself, as y may be; the two are apart. */
 PYDET_API pydet_status pydet_activation_backward(void *stream, const pydet_tensor *dy, const pydet_tensor *x,
                                                  const pydet_tensor *up, const pydet_tensor *dx,
                                                  const pydet_tensor *dup, const pydet_activation_options *options);
 
 /* ---- Scans -----------------------------------------------------------------------------------------------------
- * Recurrences over tokens, in fp32, token by token: however the tokens of a sequence are cut into calls, each of which takes
- * the state that the last one left, their results have the bits of one call (NUMERICS.md, "Scans").
+ * Recurrences in fp32, token by token: however a sequence is cut into calls, each of which takes the state that the
+ * last one left, it has the bits of one call (NUMERICS.md, "Scans").
  *
  * selective_scan: of each head, with a state S [states, width],
  *     u = dt x,   S = fmaf(u, b, exp(dt a) S),   y = the sum over the states of c S, and d x
- * x and y [batch, tokens, heads, width] of one type; dt [batch, tokens, heads]; b and c [batch, tokens, groups, states],
- * heads / groups neighbouring heads having one; a [heads] (Mamba-2) or [heads, states] (Mamba, whose channels are heads of
- * width 1), and d [heads] or NULL, both fp32; initial and final [sequences, heads, width, states] fp32, either NULL.
+ * x and y [batch, tokens, heads, width] of one type; dt [batch, tokens, heads]; b and c [batch, tokens, groups,
+ * states], heads / groups neighbouring heads having one; a [heads] (Mamba-2) or [heads, states] (Mamba, whose channels
+ * are heads of width 1), and d [heads] or NULL, both fp32; initial and final [sequences, heads, width, states] fp32,
+ * either NULL.
  *
  * gated_delta: of each head, with a state S [keys, width],
  *     S = exp(g) S,   w = beta (v - the sum over the keys of k S),   S = fmaf(k, w, S),   o = the sum of q S
@@ -665,14 +655,14 @@ PYDET_API pydet_status pydet_activation_backward(void *stream, const pydet_tenso
  * heads]; initial and final [sequences, heads, keys, width] fp32, either NULL.
  *
  * causal_conv1d: of each channel y[t] = the sum over the taps of w[j] x[t - taps + 1 + j], and bias
- * x and y [batch, tokens, channels] of one type; w [channels, taps]; bias [channels] or NULL; initial [sequences, taps - 1,
- * channels] of x's type or NULL: what lies before a sequence, which is +0 else.
+ * x and y [batch, tokens, channels] of one type; w [channels, taps]; bias [channels] or NULL; initial [sequences,
+ * taps - 1, channels] of x's type or NULL: what lies before a sequence, which is +0 else.
  *
  * Operands are fp32, bf16 or fp16, each its own where nothing else is said, of any strides; states and keys up to 512
- * elements, taps up to 64. cu_seqlens NULL, or [sequences + 1] in int32 or int64, contiguous, for a batch of 1: sequence s
- * has the tokens [cu_seqlens[s], cu_seqlens[s + 1]). They ascend from 0 to the number of tokens; the CPU refuses others,
- * and a GPU writes no token that is in no sequence. final may be initial itself, with its strides; outputs are apart from all
- * else. */
+ * elements, taps up to 64. cu_seqlens NULL, or [sequences + 1] in int32 or int64, contiguous, for a batch of 1:
+ * sequence s has the tokens [cu_seqlens[s], cu_seqlens[s + 1]). They ascend from 0 to the number of tokens; the CPU
+ * refuses others, and a GPU writes no token that is in no sequence. final may be initial itself, with its strides;
+ * outputs are apart from all else. */
 typedef struct pydet_scan_options {
   uint32_t struct_size;
   int32_t reserved; /* 0 */
@@ -698,19 +688,20 @@ PYDET_API pydet_status pydet_causal_conv1d(void *stream, const pydet_tensor *x, 
 
 /* Their gradients, from those of their results: the recurrence walked backwards, token by token.
  *
- * A sequence has its own: those of w, bias, a and d are its sums over its tokens, in fp32, one for each sequence, [sequences,
- * ...]. pydet_fold adds them in their order, and under accumulate to what micro-batches before have left: so these may be
- * cut between any two sequences.
+ * A sequence has its own: those of w, bias, a and d are its sums over its tokens, in fp32, one for each sequence,
+ * [sequences, ...]. pydet_fold adds them in their order, and under accumulate to what micro-batches before have left:
+ * so these may be cut between any two sequences.
  *
- * selective_scan_backward: dy and dx like x; ddt, db and dc of the types of dt, b and c; da [sequences, heads] or [sequences,
- * heads, states] and dd [sequences, heads] fp32, dd NULL where d is; dfinal and dinitial like initial, either NULL.
+ * selective_scan_backward: dy and dx like x; ddt, db and dc of the types of dt, b and c; da [sequences, heads] or
+ * [sequences, heads, states] and dd [sequences, heads] fp32, dd NULL where d is; dfinal and dinitial like initial,
+ * either NULL.
  *
- * gated_delta_backward: dout and dv like v; dq, dk, dg and dbeta of the types of q, k, g and beta; dfinal and dinitial like
- * initial, either NULL.
+ * gated_delta_backward: dout and dv like v; dq, dk, dg and dbeta of the types of q, k, g and beta; dfinal and dinitial
+ * like initial, either NULL.
  *
  * causal_conv1d_backward: dy, x and dx [batch, tokens, channels] of one type; dw [sequences, channels, taps] and dbias
- * [sequences, channels] fp32; initial and dinitial [sequences, taps - 1, channels] of x's type. Each result may be NULL. x
- * and initial have a part in dw alone. */
+ * [sequences, channels] fp32; initial and dinitial [sequences, taps - 1, channels] of x's type. Each result may be
+ * NULL. x and initial have a part in dw alone. */
 typedef struct pydet_scan_backward_options {
   uint32_t struct_size;
   int32_t reserved; /* 0 */
@@ -735,8 +726,8 @@ PYDET_API pydet_status pydet_gated_delta_backward(void *stream, const pydet_tens
                                                   const pydet_tensor *dbeta, const pydet_tensor *dinitial,
                                                   const pydet_scan_backward_options *options);
 
-/* Bytes of workspace for the gradient of either: `tokens` of all sequences together, heads of `width` columns in `groups`,
- * states (or keys) of so many elements. A function of these alone. */
+/* Bytes of workspace for the gradient of either: `tokens` of all sequences together, heads of `width` columns in
+ * `groups`, states (or keys) of so many elements. A function of these alone. */
 PYDET_API pydet_status pydet_selective_scan_backward_workspace(int64_t sequences, int64_t tokens, int64_t heads,
                                                                int64_t width, int64_t groups, int64_t states,
                                                                uint64_t *bytes);
@@ -754,30 +745,30 @@ PYDET_API pydet_status pydet_causal_conv1d_backward(void *stream, const pydet_te
 /* ---- Attention ------------------------------------------------------------------------------------------------
  *   out[i, :] = sum_j p_j v[j, :] / sum_j p_j,   p_j = exp(scale q[i, :] k[j, :]),   over the keys j that query i may see
  *
- * of each head of each sequence. A query's result is a function of its own row of q and of its own keys and values, counted
- * from its sequence's first key, of the arithmetic and of kv_chunk: not of other queries, of the batch, of where keys lie
- * (dense, packed, in pages, behind padding) or of how the work was shared out (NUMERICS.md, "Attention"). So a decoded
- * token has the bits of a prefill's last row.
+ * of each head of each sequence. A query's result is a function of its own row of q, of its own keys and values,
+ * counted from its sequence's first key, of the arithmetic and of kv_chunk: not of other queries, of the batch, or of
+ * where keys lie (NUMERICS.md, "Attention"). So a decoded token has the bits of a prefill's last row.
  *
- * Operands   q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E], out [B, H, Q, E], all fp32, bf16 or fp16, the same type; lse
- *            NULL or [B, H, Q] in fp32: the natural logarithm of the sum of exp(score). H is a multiple of G: head h has
- *            the keys of head h / (H / G). D and E are multiples of 8 from 8 to 256, or 576 and 512. The last stride of q, k,
- *            v and out is 1, others are any.
+ * Operands   q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E], out [B, H, Q, E], all fp32, bf16 or fp16, the same type;
+ *            lse NULL or [B, H, Q] in fp32: the natural logarithm of the sum of exp(score). H is a multiple of G: head
+ *            h has the keys of head h / (H / G). D and E are multiples of 8 from 8 to 256, or 576 and 512. The last
+ *            stride of q, k, v and out is 1, others are any.
  * Packed     With cu_seqlens_q [B + 1], int32: q [T, H, D], out [T, H, E], lse [T, H], and sequence s has the tokens
- *            cu_seqlens_q[s] to cu_seqlens_q[s + 1]. With cu_seqlens_k k and v [T, G, D or E] likewise. Tokens that are in no
- *            sequence are not written.
- * Pages      With block_table [B, N], int32: k and v [P, S, G, D or E], P pages of any S keys, and key j of sequence s is
- *            in page block_table[s, j / S]. seqlens_k must be there.
- * Lengths    seqlens_k [B], int32: the keys of each sequence's storage that are there; K, or N S, if NULL. first_key [B],
- *            int32: where in it the sequence's own keys begin, what is before being padding; 0 if NULL. What lies past the
- *            last key is not read. All these integers are contiguous (of block_table each row), on the tensors' device, and
- *            read when the work runs, never by the host. Whatever they hold is safe: each is clamped to what is there. Of
- *            boundaries that descend, tokens may be written by either of two sequences.
- * Masks      With the K own keys and Q queries of its sequence, query i stands at key K - Q + i. causal: it sees none after
- *            that. window: none further than window_left before it or window_right after it. allowed, bool, or bias, fp32,
- *            bf16 or fp16, added to the score after scale: of any shape that broadcasts to [B, H, Q, K], K by the place in
- *            storage; not of packed sequences. A bias of -Inf, as any score of -Inf, is a key that is not allowed.
- *            Values of keys that are not allowed do not matter, even if they are NaN. No key allowed: out 0, lse -Inf.
+ *            cu_seqlens_q[s] to cu_seqlens_q[s + 1]. With cu_seqlens_k k and v [T, G, D or E] likewise. Tokens that are
+ *            in no sequence are not written.
+ * Pages      With block_table [B, N], int32: k and v [P, S, G, D or E], P pages of any S keys, and key j of sequence s
+ *            is in page block_table[s, j / S]. seqlens_k must be there.
+ * Lengths    seqlens_k [B], int32: the keys of each sequence's storage that are there; K, or N S, if NULL. first_key
+ *            [B], int32: where in it the sequence's own keys begin, behind padding; 0 if NULL. What lies past the last
+ *            key is not read. All these integers are contiguous (of block_table each row), on the tensors' device, read
+ *            when the work runs, and clamped to what is there. Where boundaries descend, either of two sequences may
+ *            write a token.
+ * Masks      With the K own keys and Q queries of its sequence, query i stands at key K - Q + i. causal: it sees none
+ *            after that. window: none further than window_left before it or window_right after it. allowed, bool, or
+ *            bias, fp32, bf16 or fp16, added to the score after scale: of any shape that broadcasts to [B, H, Q, K], K
+ *            by the place in storage; not of packed sequences. A bias of -Inf, as any score of -Inf, is a key that is
+ *            not allowed. Values of keys that are not allowed do not matter, even if they are NaN. No key allowed: out
+ *            0, lse -Inf.
  * Softcap    softcap tanh(score / softcap) in place of a score, before bias and masks.
  * Sinks      [H], fp32, bf16 or fp16, contiguous: a score of one key more for every query of the head, of value 0.
  * NaN        A NaN or +Inf among a query's scores makes its row NaN. NaN results are stored as in pydet_gemm.
@@ -810,28 +801,28 @@ PYDET_API pydet_status pydet_attention(void *stream, const pydet_tensor *q, cons
                                        const pydet_tensor *v, const pydet_tensor *out, const pydet_tensor *lse,
                                        const pydet_attention_options *options);
 
-/* Bytes of workspace that a kernel can use: a function of the extents and of the options' arithmetic, kv_chunk and kernel,
- * and of whether cu_seqlens_q is there. queries: of each sequence, or of the whole pack; keys: the most of any. */
+/* Bytes of workspace that a kernel can use: a function of the extents and of the options' arithmetic, kv_chunk and
+ * kernel, and of whether cu_seqlens_q is there. queries: of each sequence, or of the whole pack; keys: the most of any.
+ * */
 PYDET_API pydet_status pydet_attention_workspace(int64_t sequences, int64_t heads, int64_t groups, int64_t queries,
                                                  int64_t keys, int64_t d, int64_t e,
                                                  const pydet_attention_options *options, uint64_t *bytes);
 
 /* ---- Attention, backward ---------------------------------------------------------------------------------------
- * The gradients of q, k, v and the sinks of a pydet_attention from dout, that of out, and from out and lse as it gave them.
- * A row of dq is a function of its own query and of its own keys and values; a row of dk and dv of its own sequence: of the
- * queries by blocks of 128, counted from its first one. Not of the batch, of where anything lies, or of how the work was
- * shared out (NUMERICS.md, "Attention, backward").
+ * The gradients of q, k, v and the sinks of a pydet_attention from dout, that of out, and from out and lse as it gave
+ * them. A row of dq is a function of its own query, keys and values; a row of dk and dv of its own sequence, whose
+ * queries count in blocks of 128 from its first one (NUMERICS.md, "Attention, backward").
  *
- * Operands   q, k, v, out, lse and what the options name as in pydet_attention; dout as out, of the same type. lse must be
- *            there. Pages are not taken. allowed and bias make the scores again; no gradient of bias is made.
- * Results    dq as q, dk as k, dv as v, each fp32 or of the operands' type, the last stride 1. dq NULL: not asked for; dk and
- *            dv both or neither. dsinks NULL or [H], fp32, bf16 or fp16, contiguous; it wants sinks.
- * Written    Packed: the tokens that are in a sequence. Otherwise all; rows of dk and dv that are no own key of a sequence +0,
- *            or kept under accumulate. A query that sees no key has dq 0.
- * Cuts       accumulate: dk, dv and dsinks, then fp32, are continued, not replaced; dq is written. So calls of some sequences
- *            each, in order, have the bits of one call; and so have calls of some of a sequence's queries each, in order and
- *            cut at multiples of 128. (Under causal or a window such a call ends at the key where its last query stands.
- *            With more queries than keys under causal, multiples are counted from the first that sees a key.)
+ * Operands   q, k, v, out, lse and what the options name as in pydet_attention; dout as out, of the same type. lse must
+ *            be there. Pages are not taken. allowed and bias make the scores again; no gradient of bias is made.
+ * Results    dq as q, dk as k, dv as v, each fp32 or of the operands' type, the last stride 1. dq NULL: not asked for;
+ *            dk and dv both or neither. dsinks NULL or [H], fp32, bf16 or fp16, contiguous; it wants sinks.
+ * Written    Packed: the tokens that are in a sequence. Otherwise all; rows of dk and dv that are no own key of a
+ *            sequence +0, or kept under accumulate. A query that sees no key has dq 0.
+ * Cuts       accumulate: dk, dv and dsinks, then fp32, are continued; dq is written. Calls of some sequences each, in
+ *            order, have the bits of one call, and so have calls of some of a sequence's queries, cut at multiples of
+ *            128. (Under causal or a window such a call ends at the key where its last query stands. With more queries
+ *            than keys under causal, multiples are counted from the first that sees a key.)
  * NaN        A NaN or Inf in a row of dout, q, k or v reaches only what its pairs that are allowed reach.
  * Stream     As in pydet_gemm. */
 typedef struct pydet_attention_backward_options {
@@ -875,17 +866,16 @@ PYDET_API pydet_status pydet_attention_backward_workspace(int64_t sequences, int
  *   rows    out[t, :] = round( chain_k(a[t, k], b[g, k, :]) + bias[g, :] )      a [T, K], b [G, K, N], out [T, N]
  *   depth   out[g, :, :] = round( chain_t(a[:, t], b[t, :]) + bias[g, :] )      a [M, T], b [T, N], out [G, M, N]
  *
- * for the tokens t of each group g, start[g] <= t < end[g]: the experts of a mixture, and the gradient of their weights.
- * The dimensions of b say which of the two. A row has the bits of pydet_gemm of that row and b[g], an out[g] those of
- * pydet_gemm of those columns of a and rows of b, the chain (and k_chunk) counted from the group's first token: nothing of
- * how the tokens were shared out, or of other tokens, reaches them.
+ * for the tokens t of each group g, start[g] <= t < end[g]; the dimensions of b say which of the two. A row has the
+ * bits of pydet_gemm of that row and b[g], an out[g] those of pydet_gemm of those columns of a and rows of b, the chain
+ * (and k_chunk) counted from the group's first token.
  *
  * Operands   a and b both fp32, bf16 or fp16, the same type; out fp32, bf16 or fp16; bias NULL or [G, N], any of the
  *            three. One of the last two strides of a, b and out is 1.
- * Boundaries group_start and group_end [G], int32, contiguous, on the tensors' device; read when the work runs, never by
- *            the host: a captured graph may be replayed with others. group_start NULL: a group starts where the latest one
- *            with tokens ended, so group_end are torch's offs. Whatever they hold is safe: a start is clamped to [the end of
- *            the latest group with tokens, T], an end to [its start, T]. Any boundary will do; none need be aligned.
+ * Boundaries group_start and group_end [G], int32, contiguous, on the tensors' device; read when the work runs.
+ * group_start
+ *            NULL: a group starts where the latest one with tokens ended, so group_end are torch's offs. A start is clamped
+ *            to [the end of the latest group with tokens, T], an end to [its start, T]. None need be aligned.
  * Empty      A group without tokens: in rows nothing, in depth zeros (or out[g] itself under accumulate) plus bias.
  *            Rows of out that are in no group are not touched. K = 0, NaN, Stream: as in pydet_gemm. */
 typedef struct pydet_grouped_gemm_options {
@@ -905,13 +895,13 @@ PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, c
 /* ---- Scaled grouped GEMM --------------------------------------------------------------------------------------
  *   out[t, n] = round( sum_k a[t, k] sa[t, k div 128] b[g, k, n] sb[g, k div 128, n] + bias[g, n] )      in fp8
  *
- * for the tokens t of each group g: pydet_grouped_gemm over rows of pydet_scaled_gemm's factors. A row has the bits of
- * pydet_scaled_gemm of that row, its scales, b[g] and b[g]'s scales, whatever the routing. Groups that are summed over
- * (a [M, T], b [T, N]) are not taken: there scales vary along what is summed in groups of tokens that end anywhere.
+ * for the tokens t of each group g. A row has the bits of pydet_scaled_gemm of that row, its scales, b[g] and b[g]'s
+ * scales. Groups that are summed over (a [M, T], b [T, N]) are not taken.
  *
- * Operands   a [T, K] and b [G, K, N], e4m3fn or e5m2, each its own; out [T, N] and bias [G, N] as in pydet_grouped_gemm.
- *            What the GPU's tensor cores read is as in pydet_scaled_gemm.
- * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes, with what they mean, are pydet_scaled_gemm's:
+ * Operands   a [T, K] and b [G, K, N], e4m3fn or e5m2, each its own; out [T, N] and bias [G, N] as in
+ *            pydet_grouped_gemm. What the GPU's tensor cores read is as in pydet_scaled_gemm.
+ * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes, with what they mean, are
+ *            pydet_scaled_gemm's:
  *              a_scale  []: all of a; [T, 1]: a token; [T, ceil(K/128)]: a token's 128 elements along k
  *              b_scale  []: all of b; [G, 1, N]: a column; [G, ceil(K/128), N]: a column's 128 along k;
  *                       [G, ceil(K/128), ceil(N/128)]: a block of 128 x 128. Without G, or with 1 for it: of every group
@@ -934,13 +924,12 @@ PYDET_API pydet_status pydet_scaled_grouped_gemm(void *stream, const pydet_tenso
 /* ---- Fold -----------------------------------------------------------------------------------------------------
  *   out = round( D + bias ),   D = D0 + parts[0] + parts[1] + ... element by element in fp32,   D0 = +0, or out
  *
- * Adds partial sums that were computed apart, on one device or on several, in an order that is part of the contract
- * (NUMERICS.md, "Fold"): ORDERED one after the other, as a product with k_chunk adds its chunks; TREE by the binary tree
- * over the parts' numbers, then to D0. So parts that are folded where the same bits would come of one call: ORDERED may be
- * cut anywhere, and continued under accumulate; TREE at multiples of a power of two, each such group folded first.
- * parts: count tensors, 1 to PYDET_FOLD_PARTS, fp32, shaped like out; out fp32, bf16 or fp16; bias NULL, [N] or like out,
- * of any of the three types; all contiguous and apart from out. A peer's memory that the device reaches is passed as the
- * device's own. */
+ * Adds partial sums that were computed apart (NUMERICS.md, "Fold"): ORDERED one after the other, as a product with
+ * k_chunk adds its chunks; TREE by the binary tree over the parts' numbers, then to D0. ORDERED may be cut anywhere,
+ * and continued under accumulate; TREE at multiples of a power of two, each such group folded first. parts: count
+ * tensors, 1 to PYDET_FOLD_PARTS, fp32, shaped like out; out fp32, bf16 or fp16; bias NULL, [N] or like out, of any of
+ * the three types; all contiguous and apart from out. A peer's memory that the device reaches is passed as the device's
+ * own. */
 enum { PYDET_ORDERED = 0, PYDET_TREE = 1 };
 enum { PYDET_FOLD_PARTS = 64 };
 
@@ -999,9 +988,9 @@ PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts
                                   const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
 
 /* ---- Threads --------------------------------------------------------------------------------------------------
- * How many threads one call on the CPU may use, its caller among them: what pydet_set_threads set, else the environment
- * variable PYDET_NUM_THREADS, else OMP_NUM_THREADS (each read once, and passed over unless it is a positive number),
- * else as many CPUs as the process's affinity and its cgroups' quotas grant. No bit depends on it. */
+ * How many threads one call on the CPU may use, its caller among them: what pydet_set_threads set, else
+ * PYDET_NUM_THREADS, else OMP_NUM_THREADS (environment variables, read once, passed over unless positive numbers), else
+ * as many CPUs as the process's affinity and its cgroups' quotas grant. No bit depends on it. */
 PYDET_API int32_t pydet_threads(void);
 
 /* For all threads of the process; 0 undoes it. */
@@ -1015,7 +1004,8 @@ typedef struct pydet_device_info {
   char arch[32];           /* "sm_90", "gfx942", "x86-64 avx512" */
 } pydet_device_info;
 
-/* Devices of a type (PYDET_CPU, PYDET_CUDA, PYDET_ROCM) that this build can use: 0, with PYDET_OK, where there is none. */
+/* Devices of a type (PYDET_CPU, PYDET_CUDA, PYDET_ROCM) that this build can use: 0, with PYDET_OK, where there is none.
+ * */
 PYDET_API pydet_status pydet_device_count(int32_t device_type, int32_t *count);
 PYDET_API pydet_status pydet_query_device(pydet_device device, pydet_device_info *info);
 

@@ -316,6 +316,12 @@ inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
   call(pydet_skinny_gemm_workspace, m, n, k, options, &bytes);
   return bytes;
 }
+inline uint64_t scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                      const pydet_scaled_gemm_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_scaled_gemm_workspace, batch, m, n, k, options, &bytes);
+  return bytes;
+}
 inline uint64_t embedding_backward_workspace(int64_t tokens, int64_t rows) {
   uint64_t bytes = 0;
   call(pydet_embedding_backward_workspace, tokens, rows, &bytes);

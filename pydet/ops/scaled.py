@@ -24,6 +24,7 @@ def scaled_gemm(
     accumulate: bool = False,
     arithmetic: Literal["auto", "ieee", "sm90"] = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
@@ -51,6 +52,7 @@ def scaled_gemm(
             ``"ieee"``. It decides bits.
         k_chunk: None for 128, 0 for one chain, or a multiple of 32, on a Hopper's tensor cores of 128. Scales along k
             want 128. It decides bits.
+        initial: what the sum starts from instead of +0, as in :func:`gemm`. Scales are then along k, or None.
         kernel, stream: as in :func:`gemm`.
 
     Returns:
@@ -71,6 +73,7 @@ def scaled_gemm(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         kernel=kernel,
     )
 

@@ -6,8 +6,8 @@
 // A block takes 8 or 16 columns of one of the two. Its threads read 16 partials of a column each at once, then the first
 // of them add the blocks of rows, one after the other as the order asks: 256 of them are 0.6 us of dependent additions.
 
-#include "gpu/any/epilogue.h"
 #include "gpu/any/column_sums.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {
@@ -95,10 +95,8 @@ pydet_status join_partials(const RmsNormBackward &p, int chains) {
   unsigned threads = reads > kFewReads ? kMostThreads : kFewThreads;
   return with_slice(p.n, [&](auto kernel, int columns) {
     const unsigned sums = p.dweight.data && p.dbias.data ? 2 : 1;
-    Launch where = {"rmsnorm_dweight", static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.n, columns)), sums),
-                    dim3(threads)};
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, kernel, p, chains);
+    return launch(blocks_of("rmsnorm_dweight", p, dim3(unsigned(divide_up(p.n, columns)), sums), int(threads)), kernel,
+                  p, chains);
   });
 }
 

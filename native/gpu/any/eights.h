@@ -67,14 +67,11 @@ __device__ __forceinline__ void load_scales(const Vector &weight, float offset, 
 // A team of T threads with V vectors each; 0: for rows of any length.
 template <int team, int vectors> struct GeneralTeam {
   static constexpr int T = team, V = vectors;
+  static constexpr int holds() { return T * V * kVector; }
 };
 template <class F> pydet_status with_general_team(int64_t n, const F &f) {
-  if (n <= 8 * 8) return f(GeneralTeam<8, 1>{});
-  if (n <= 16 * 8) return f(GeneralTeam<16, 1>{});
-  if (n <= 32 * 8) return f(GeneralTeam<32, 1>{});
-  if (n <= 128 * 16) return f(GeneralTeam<128, 2>{});
-  if (n <= 256 * 32) return f(GeneralTeam<256, 4>{});
-  return f(GeneralTeam<256, 0>{});
+  return with_first<GeneralTeam<8, 1>, GeneralTeam<16, 1>, GeneralTeam<32, 1>, GeneralTeam<128, 2>, GeneralTeam<256, 4>,
+                    GeneralTeam<256, 0>>(n, f);
 }
 
 }  // namespace

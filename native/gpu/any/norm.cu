@@ -247,21 +247,12 @@ template <int T, int V, int R, bool early> struct Team : RowShape<T, kVector, V,
 
 // Calls f with a team that holds a row of n: few threads with much to do each, and some rows more where a row is short.
 template <class F> pydet_status with_team(const RmsNorm &p, const F &f) {
-  const int64_t n = p.n;
-  if (n <= 8 * 8) return f(Team<8, 1, 2, true>{});
-  if (n <= 16 * 8) return f(Team<16, 1, 2, true>{});
-  if (n <= 32 * 8) return f(Team<32, 1, 1, true>{});
-  if (n <= 32 * 16) return f(Team<32, 2, 2, true>{});
-  if (n <= 64 * 16) return f(Team<64, 2, 2, true>{});
-  if (n <= 128 * 16) return f(Team<128, 2, 1, true>{});
-  if (n <= 128 * 32) return f(Team<128, 4, 1, true>{});
-  if (n <= 256 * 32) return f(Team<256, 4, 1, true>{});
-  return f(Team<256, 8, 1, true>{});
+  return with_first<Team<8, 1, 2, true>, Team<16, 1, 2, true>, Team<32, 1, 1, true>, Team<32, 2, 2, true>,
+                    Team<64, 2, 2, true>, Team<128, 2, 1, true>, Team<128, 4, 1, true>, Team<256, 4, 1, true>,
+                    Team<256, 8, 1, true>>(p.n, f);
 }
 
-// Whether so many rows leave much of the device idle. On an H100, us: 64x4096 2.6, and 3.1 with the team of many rows,
-// 1000x1024 3.7 and 4.0, 64x8192 4.0 and 4.3; but 1000x1536 5.7 and 5.1, 2000x640 5.1 and 4.6, 512x6144 9.1 and 7.6,
-// 256x16384 13.9 and 11.7.
+// Whether so many rows leave much of the device idle.
 [[maybe_unused]] bool few_rows(int64_t rows, int64_t n) {
   return n <= 8192 && rows <= (n <= 1024 ? 1024 : 512) && rows * n <= 2'000'000;
 }
@@ -270,22 +261,14 @@ template <class F> pydet_status with_team(const RmsNorm &p, const F &f) {
 template <class F> pydet_status with_team(const LayerNorm &p, const F &f) {
   const int64_t rows = p.rows, n = p.n;
   if constexpr (kGpuDeviceType != PYDET_CUDA) {
-    if (n <= 32 * 8) return f(Team<32, 1, 1, true>{});
-    if (n <= 128 * 16) return f(Team<128, 2, 1, false>{});
-    return f(Team<256, 4, 1, false>{});
+    return with_first<Team<32, 1, 1, true>, Team<128, 2, 1, false>, Team<256, 4, 1, false>>(n, f);
   } else if (few_rows(rows, n)) {
-    if (n <= 16 * 8) return f(Team<16, 1, 1, true>{});
-    if (n <= 32 * 8) return f(Team<32, 1, 1, true>{});
-    if (n <= 64 * 8) return f(Team<64, 1, 1, true>{});
-    if (n <= 128 * 8) return f(Team<128, 1, 1, true>{});
-    if (n <= 128 * 16) return f(Team<128, 2, 1, true>{});
-    if (n <= 256 * 16) return f(Team<256, 2, 1, true>{});
-    return f(Team<256, 4, 1, true>{});
+    return with_first<Team<16, 1, 1, true>, Team<32, 1, 1, true>, Team<64, 1, 1, true>, Team<128, 1, 1, true>,
+                      Team<128, 2, 1, true>, Team<256, 2, 1, true>, Team<256, 4, 1, true>>(n, f);
   } else {
-    if (n <= 8 * 8) return f(Team<8, 1, 2, false>{});
-    if (n <= 16 * 8) return f(Team<16, 1, 2, false>{});
-    if (n <= 32 * 8) return f(Team<32, 1, 2, false>{});
-    if (n <= 32 * 16) return f(Team<32, 2, 2, false>{});
+    if (n <= 32 * 16)
+      return with_first<Team<8, 1, 2, false>, Team<16, 1, 2, false>, Team<32, 1, 2, false>, Team<32, 2, 2, false>>(n,
+                                                                                                                   f);
     // 2600x640 5.3 us, by the next one 6.2, 6000x640 8.6 and 9.2; but 4096x768 8.0 and 7.3.
     const bool in_time = (rows > 2400 && rows <= 3600) || rows > 4500;
     if (n <= 32 * 24 && in_time) return f(Team<32, 3, 2, false>{});
@@ -293,14 +276,9 @@ template <class F> pydet_status with_team(const LayerNorm &p, const F &f) {
     // 2300x1408 7.8 us, by the one after 7.1; 1300x1408 5.5 and 6.3, 4096x1536 13.1 and 12.1.
     const bool wide = (rows > 1400 && rows <= 2400) || (n > 64 * 22 && rows > 3200 && rows <= 6000);
     if (n <= 64 * 24 && !wide) return f(Team<64, 3, 1, false>{});
-    if (n <= 128 * 16) return f(Team<128, 2, 2, false>{});
-    if (n <= 128 * 24) return f(Team<128, 3, 1, false>{});
-    if (n <= 128 * 32) return f(Team<128, 4, 1, false>{});
-    if (n <= 256 * 24) return f(Team<256, 3, 1, false>{});
-    if (n <= 256 * 32) return f(Team<256, 4, 1, false>{});
-    if (n <= 256 * 40) return f(Team<256, 5, 1, false>{});
-    if (n <= 256 * 48) return f(Team<256, 6, 1, false>{});
-    return f(Team<256, 8, 1, false>{});
+    return with_first<Team<128, 2, 2, false>, Team<128, 3, 1, false>, Team<128, 4, 1, false>, Team<256, 3, 1, false>,
+                      Team<256, 4, 1, false>, Team<256, 5, 1, false>, Team<256, 6, 1, false>, Team<256, 8, 1, false>>(
+        n, f);
   }
 }
 
@@ -310,29 +288,25 @@ template <class P> bool all_whole(const P &p) {
 }
 
 template <class P> pydet_status norm_held(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return with_team(p, [&](auto team) {
-      // Of LayerNorm as much in bytes.
-      constexpr int T = team.T, R = kCentred<P> && type == Type::f32 ? 1 : team.R, kRows = kBlock<T> / T * R;
-      Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kRows), kBlock<T>),
-                      dim3(kBlock<T>)};
-      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-      return launch(where, norm_kernel<P, type, T, team.V, R, team.value>, p);
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      return with_team(p, [&](auto team) {
+        // Of LayerNorm as much in bytes.
+        constexpr int T = team.T, R = kCentred<P> && type == Type::f32 ? 1 : team.R, kRows = kBlock<T> / T * R;
+        return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kRows), kBlock<T>), kBlock<T>),
+                      norm_kernel<P, type, T, team.V, R, team.value>, p);
+      });
     });
   });
 }
 
 template <class P> pydet_status norm_general(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_general_team(p.n, [&](auto team) {
-    constexpr int T = team.T, kTeams = kBlock<T> / T;
-    Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kTeams), kBlock<T>),
-                    dim3(kBlock<T>)};
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, norm_general_kernel<P, T, team.V>, p, all_whole(p));
+  return on_device(name, p, [&] {
+    return with_general_team(p.n, [&](auto team) {
+      constexpr int T = team.T, kTeams = kBlock<T> / T;
+      return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kTeams), kBlock<T>), kBlock<T>),
+                    norm_general_kernel<P, T, team.V>, p, all_whole(p));
+    });
   });
 }
 

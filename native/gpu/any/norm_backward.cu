@@ -291,10 +291,7 @@ template <class P, class F> pydet_status backward(const char *name, const P &p, 
 template <int T, class P, class... More>
 pydet_status launch_rows(const char *name, const P &p, void (*kernel)(P, More...), More... more) {
   constexpr int kTeams = kBlock<T> / T;
-  Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kTeams), kBlock<T>),
-                  dim3(kBlock<T>)};
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, kernel, p, more...);
+  return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kTeams), kBlock<T>), kBlock<T>), kernel, p, more...);
 }
 
 template <class P> pydet_status backward_general(const char *name, const P &p) {
@@ -308,11 +305,8 @@ template <class P> pydet_status backward_general(const char *name, const P &p) {
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{});
-  if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{});
-  if constexpr (kGpuDeviceType == PYDET_CUDA)
-    if (n > 256 * 32) return f(RowShape<256, 8, 8, 1>{});
-  return f(RowShape<256, 8, 4, 1>{});
+  using Longest = RowShape<256, 8, kLongestHeldLayer / (256 * 8), 1>;
+  return with_first<RowShape<32, 8, 1, 1>, RowShape<128, 8, 2, 1>, RowShape<256, 8, 4, 1>, Longest>(n, f);
 }
 
 }  // namespace

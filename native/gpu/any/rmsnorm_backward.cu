@@ -5,13 +5,11 @@
 //            block of 256 rows; the blocks added in order, from +0 or from dweight, and rounded once
 //
 // One pass over x and dy. A thread block takes a group of rows where there are enough of them to fill the device, else
-// a chain, and leaves their sum as one row of partials in the workspace; or it takes a chain, and four such blocks, a
-// cluster, leave one row. A second, dependent kernel (column_sums.cu) joins the partials in the order above. No bit
-// depends on the choice. A team of one warp takes one chain, and has teams beside it for the others of the group; a
+// a chain, and leaves their sum as one row of partials in the workspace. A second, dependent kernel (column_sums.cu) joins
+// the partials in the order above. No bit depends on the choice. A team of one warp takes one chain, and has teams beside it for the others of the group; a
 // larger team is its block, takes the chains one after the other, and keeps their sum in shared memory. cp.async keeps
 // the next rows in flight, in slots that only their own thread reads, so that no barrier stands between copy and use.
 
-#include "gpu/cluster.h"
 #include "gpu/kernels.h"
 #include "gpu/any/column_sums.h"
 #include "gpu/any/rows.h"
@@ -68,10 +66,6 @@ template <int T, int W, int V> __device__ __forceinline__ Floats<W> *sums_at(cha
   return reinterpret_cast<Floats<W> *>(base) + (s * V + v) * T + threadIdx.x % T;
 }
 
-// Blocks with a chain each may be a cluster: longer rows leave too few of them on a multiprocessor.
-constexpr int kLongestClusterRow = 4096;
-template <int T, int W, int V> constexpr bool kClusters = T * W * V <= kLongestClusterRow;
-
 template <int T> constexpr int kMostThreads = T == kLogicalWarp ? T * kGroupChains : T;
 
 // `chains` per block: 1 or kGroupChains.
@@ -89,8 +83,6 @@ __global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
   char *const ring = shared + team * S::kDepth * S::kBytes + t * S::Vector::kPieceBytes;
   float *exchange = reinterpret_cast<float *>(shared + S::kDepth * S::kBytes);
   char *group = reinterpret_cast<char *>(exchange + 2 * kRoom);
-  if (kClusters<T, W, V> && in_cluster())
-    expect_from_cluster(reinterpret_cast<uint64_t *>(group + S::kSumBytes), S::kSumBytes);
   const int64_t chain0 = int64_t(blockIdx.x) * chains + team;
   const int64_t first = chain0 * kDweightChainRows, end = first + (kBeside ? 1 : chains) * kDweightChainRows;
   const int count = int((end < p.rows ? end : p.rows) - first), stages = (count + R - 1) / R;  // not positive: no rows
@@ -243,39 +235,6 @@ __global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
   };
   const bool wanted[2] = {p.dweight.data != nullptr, p.dbias.data != nullptr};
 
-  if (kClusters<T, W, V> && in_cluster()) {  // block q adds the chains of the columns of the threads in quarter q
-    constexpr int kQuarter = T / kClusterBlocks, kPieces = V * W / 4 * kQuarter;
-    const int rank = int(blockIdx.x) % kClusterBlocks;
-    uint64_t *arrived = reinterpret_cast<uint64_t *>(group + S::kSumBytes);
-    float4 *parts = reinterpret_cast<float4 *>(group);
-    meet_cluster();
-#pragma unroll
-    for (int i = 0; i < N * V * W / 4; ++i) {
-      float(&of)[W] = chain[i / (V * W / 4)][i / (W / 4) % V];
-      const int sum = i / (V * W / 4), part = i % (V * W / 4), e = i % (W / 4) * 4;
-      send(parts + ((sum * kClusterBlocks + rank) * V * W / 4 + part) * kQuarter + t % kQuarter,
-           make_float4(of[e], of[e + 1], of[e + 2], of[e + 3]), arrived, t / kQuarter);
-    }
-    wait_for_cluster(arrived);
-#pragma unroll
-    for (int s = 0; s < N; ++s) {
-      if (!wanted[s]) continue;
-      float *const partials = partials_of(s, blockIdx.x / kClusterBlocks);
-      for (int i = t; i < kPieces; i += T) {
-        int vector = rank * kQuarter + i % kQuarter + i / kQuarter / (W / 4) * T;
-        int column = W * vector + i / kQuarter % (W / 4) * 4;
-        float4 sum = {};
-#pragma unroll
-        for (int k = 0; k < kClusterBlocks; ++k) {
-          float4 part = parts[(s * kClusterBlocks + k) * kPieces + i];
-          sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
-        }
-        if (column < n) store_kept(partials + column, sum);
-      }
-    }
-    return;
-  }
-
 #pragma unroll
   for (int s = 0; s < N; ++s) {
     if (!wanted[s]) continue;
@@ -342,7 +301,6 @@ template <class P, class F> auto with_shape(const P &p, int chains, const F &f) 
 template <class P> struct Held {
   void (*kernel)(P, int);
   Launch where;
-  int cluster_bytes;  // of shared memory, more where four chains are a cluster
 };
 
 template <class P, Type type, int T, int W, int V, int R, bool residual> Held<P> held(const P &p, int chains) {
@@ -354,11 +312,8 @@ template <class P, Type type, int T, int W, int V, int R, bool residual> Held<P>
   constexpr int kFewestTeams = kBeside && V > 1 ? kGroupChains : 1;  // with_shape has such teams for groups alone
   if constexpr (kFewestTeams * kRing + kExchanges <= kMostSharedBytes)
     kernel = norm_backward_kernel<P, type, T, W, V, R, residual>;
-  return {kernel,
-          {"norm_backward_held", static_cast<gpu_stream>(p.stream),
-           dim3(unsigned(divide_up(p.rows, chains * kDweightChainRows))), dim3(unsigned(T * teams)),
-           teams * kRing + kExchanges + sum_bytes},
-          S::kSumBytes + int(sizeof(uint64_t))};
+  return {kernel, blocks_of("norm_backward_held", p, unsigned(divide_up(p.rows, chains * kDweightChainRows)), T * teams,
+                            teams * kRing + kExchanges + sum_bytes)};
 }
 
 template <class P> Held<P> held(const P &p, int chains) {
@@ -377,16 +332,10 @@ template <class P> bool fits(const P &p, int chains) {
          divide_up(p.rows, chains * kDweightChainRows) <= most_blocks(int(one.where.block.x));
 }
 
-// `chains` a block, and a partial; or one a block and the partial of four such blocks, a cluster.
-template <class P> pydet_status backward_held(const P &p, int chains, bool clustered = false) {
-  return with_sums_over_rows("norm_backward_held", p, clustered ? kGroupChains : chains, [&] {
-    Held<P> one = held(p, chains);
-    one.where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    if (clustered && (p.dweight.data || p.dbias.data)) {
-      one.where.cluster = kClusterBlocks;
-      one.where.grid.x = unsigned(divide_up(p.rows, kDweightGroupRows) * kClusterBlocks);
-      one.where.shared_bytes += one.cluster_bytes;
-    }
+// `chains` a block, and a partial.
+template <class P> pydet_status backward_held(const P &p, int chains) {
+  return with_sums_over_rows("norm_backward_held", p, chains, [&] {
+    const Held<P> one = held(p, chains);
     return launch(one.where, one.kernel, p, chains);
   });
 }
@@ -395,44 +344,32 @@ template <class P> bool held_takes(const P &p) {
   if (kCentred<P> && (p.n < kShortestLayer || p.n > kLongestLayer)) return false;
   return p.n <= kLongestHeldRow && rows_whole(p) && vector_aligned(p.weight) && fits(p, 1);
 }
-template <class P> bool cluster_takes(const P &p) {
-  return p.n <= kLongestClusterRow && held_takes(p) &&
-         held(p, 1).where.shared_bytes + held(p, 1).cluster_bytes <= gpu_shared_bytes(p.device.id);
-}
 // The sums of a group may be what does not fit.
 template <class P> pydet_status by_groups(const P &p) {
   return backward_held(p, fits(p, kGroupChains) ? kGroupChains : 1);
 }
 
 // Chains fill the device better where there are not enough groups, and groups that all start at once move in step; else
-// the chains' partials are a burden. Measured on an H100, us, RMSNorm by chains, by clusters and by groups: 36538x520 57,
-// 61, 68, 9881x4112 115, -, 158, but 143657x624 230, 219, 225, 138533x888 306, 272, 272, 22305x4984 281, -, 263.
+// the chains' partials are a burden, if not where rows are of 513 to 4096: on an H200 (tools/rows_sweep.py) 65634x1376 takes
+// 173 us by chains and 237 by groups, LayerNorm's 161123x776 302 and 392; but on an H100 138533x888 306 and 272.
 template <class P> bool prefers_chains(const P &p) {
   if (!p.dweight.data && !p.dbias.data) return true;
-  if (p.n > 512 && p.n <= 1280 && p.rows <= 40'000) return true;
-  return (p.n > kLongestClusterRow && p.rows <= 12'000) ||
+  if (p.n > 512 && p.n <= 4096) return kCentred<P> || p.n > 1024 || p.rows <= 100'000;
+  return (p.n > 4096 && p.rows <= 12'000) ||
          p.rows / kDweightGroupRows * 4 < int64_t(gpu_multiprocessors(p.device.id)) * 3;
 }
-// Chains without the burden. A multiprocessor has to hold two blocks: with one each, 30 clusters of four fit an H100.
-template <class P> bool prefers_clusters(const P &p) { return p.n > 512; }
 
 }  // namespace
 
 bool rmsnorm_backward_held_takes(const RmsNormBackward &p) { return held_takes(p); }
-bool rmsnorm_backward_cluster_takes(const RmsNormBackward &p) { return cluster_takes(p); }
 bool rmsnorm_backward_chain_prefers(const RmsNormBackward &p) { return prefers_chains(p); }
-bool rmsnorm_backward_cluster_prefers(const RmsNormBackward &p) { return prefers_clusters(p); }
 pydet_status rmsnorm_backward_chain(const RmsNormBackward &p) { return backward_held(p, 1); }
-pydet_status rmsnorm_backward_cluster(const RmsNormBackward &p) { return backward_held(p, 1, true); }
 pydet_status rmsnorm_backward_group(const RmsNormBackward &p) { return by_groups(p); }
 
 #if !defined(__HIP_PLATFORM_AMD__)
 bool layernorm_backward_ring_takes(const LayerNormBackward &p) { return held_takes(p); }
-bool layernorm_backward_cluster_takes(const LayerNormBackward &p) { return cluster_takes(p); }
 bool layernorm_backward_chain_prefers(const LayerNormBackward &p) { return prefers_chains(p); }
-bool layernorm_backward_cluster_prefers(const LayerNormBackward &p) { return prefers_clusters(p); }
 pydet_status layernorm_backward_chain(const LayerNormBackward &p) { return backward_held(p, 1); }
-pydet_status layernorm_backward_cluster(const LayerNormBackward &p) { return backward_held(p, 1, true); }
 pydet_status layernorm_backward_group(const LayerNormBackward &p) { return by_groups(p); }
 #endif
 

@@ -307,12 +307,33 @@ __device__ __forceinline__ void join(Lanes<T, W, V> (&lanes)[R], float *exchange
   for (int k = 0; k < R; ++k) result[k] = R == 1 ? finished : gpu_shfl(finished, k * (kWidth / R), kWidth);
 }
 
-// ---- Choosing ----------------------------------------------------------------------------------------------------
+// ---- Choosing, launching -----------------------------------------------------------------------------------------
 
 // A team of T threads with V vectors of W elements each, R rows at a time.
 template <int team, int elements, int vectors, int rows> struct RowShape {
   static constexpr int T = team, W = elements, V = vectors, R = rows;
+  static constexpr int holds() { return T * W * V; }
 };
+
+// Calls f with the first of these shapes that holds a row of n, or with the last of them.
+template <class Shape, class... More, class F> auto with_first(int64_t n, const F &f) {
+  if constexpr (sizeof...(More) > 0)
+    if (n > Shape::holds()) return with_first<More...>(n, f);
+  return f(Shape{});
+}
+
+// Calls f with the problem's device the current one.
+template <class P, class F> pydet_status on_device(const char *name, const P &p, const F &f) {
+  DeviceGuard guard(p.device.id);
+  return guard.error() == kGpuSuccess ? f() : device_error(name, guard.error());
+}
+
+// Blocks on the problem's stream, of a kernel that itself waits for the one ahead.
+template <class P>
+Launch blocks_of(const char *name, const P &p, dim3 blocks, int threads, int shared_bytes = 0, int cluster = 1) {
+  return {name,    static_cast<gpu_stream>(p.stream),      blocks, dim3(unsigned(threads)), shared_bytes,
+          cluster, bool(gpu_overlaps_kernels(p.device.id))};
+}
 
 // Rows up to this are held whole by their team; longer ones are passed over again.
 constexpr int64_t kLongestHeldRow = 8 * kRowLanes;

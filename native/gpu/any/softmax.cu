@@ -258,26 +258,18 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
 // Calls f with a team that holds a row of n, and whether it reads single elements.
 template <class F> pydet_status with_shape(int64_t n, bool aligned, const F &f) {
   auto short_shape = [&](auto singly) {
-    if (n <= 1 * 8) return f(RowShape<1, 8, 1, 1>{}, singly);
-    if (n <= 2 * 8) return f(RowShape<2, 8, 1, 1>{}, singly);
-    return f(RowShape<4, 8, 1, 1>{}, singly);
+    return with_first<RowShape<1, 8, 1, 1>, RowShape<2, 8, 1, 1>, RowShape<4, 8, 1, 1>>(
+        n, [&](auto shape) { return f(shape, singly); });
   };
   constexpr std::false_type whole{};
   if (!aligned) return short_shape(std::true_type{});
   if (n <= 4 * 8) return short_shape(whole);
-  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 1>{}, whole);
-  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 1>{}, whole);
-  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 1>{}, whole);
-  if (n <= 32 * 16) return f(RowShape<32, 8, 2, 1>{}, whole);
-  if (n <= 64 * 16) return f(RowShape<64, 8, 2, 1>{}, whole);
-  if (n <= 128 * 16) return f(RowShape<128, 8, 2, 1>{}, whole);
-  if (n <= 128 * 32) return f(RowShape<128, 8, 4, 1>{}, whole);
-  if (n <= 256 * 32) return f(RowShape<256, 8, 4, 1>{}, whole);
-  return f(RowShape<256, 8, 8, 1>{}, whole);
+  return with_first<RowShape<8, 8, 1, 1>, RowShape<16, 8, 1, 1>, RowShape<32, 8, 1, 1>, RowShape<32, 8, 2, 1>,
+                    RowShape<64, 8, 2, 1>, RowShape<128, 8, 2, 1>, RowShape<128, 8, 4, 1>, RowShape<256, 8, 4, 1>,
+                    RowShape<256, 8, 8, 1>>(n, [&](auto shape) { return f(shape, whole); });
 }
 
-// Threads of rows that fill a device. Measured on an H100, of the speed with two vectors: 190000x144 1.37, 12000x144
-// 1.07, 6000x144 0.95; 100000x320 1.34, 48000x640 1.36, 24000x1280 1.34, 190000x72 1.32, 24000x72 1.06, 12000x72 0.96.
+// Threads of rows that fill an H100.
 constexpr int64_t kManyThreads = 96'000;
 
 bool holds(int64_t rows, int64_t n, bool aligned) {
@@ -293,11 +285,7 @@ template <class Problem> pydet_status launch_long(const char *name, const Proble
 }
 
 template <int T, class Problem> pydet_status launch_held(const char *name, const Problem &p, void (*kernel)(Problem)) {
-  constexpr int kTeams = kBlock<T> / T;
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned((p.rows + kTeams - 1) / kTeams)),
-                  dim3(kBlock<T>)};
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, kernel, p);
+  return launch(blocks_of(name, p, unsigned(divide_up(p.rows, kBlock<T> / T)), kBlock<T>), kernel, p);
 }
 
 }  // namespace
@@ -305,62 +293,61 @@ template <int T, class Problem> pydet_status launch_held(const char *name, const
 bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n, rows_whole(p)); }
 
 pydet_status softmax_held(const Softmax &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_held", guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    auto run = [&](auto shape, auto singly) {
-      return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V, singly>);
-    };
-    if constexpr (kGpuDeviceType == PYDET_CUDA) {
-      constexpr std::false_type whole{};
-      // Three vectors a thread, where two of twice as many threads would be empty by a quarter and more.
-      auto between = [&](int T) { return p.n > 2 * 8 * T && p.n <= 3 * 8 * T && p.rows * T >= kManyThreads; };
-      if (rows_whole(p)) {
-        if (between(4)) return run(RowShape<4, 8, 3, 1>{}, whole);
-        if (between(8)) return run(RowShape<8, 8, 3, 1>{}, whole);
-        if (between(16)) return run(RowShape<16, 8, 3, 1>{}, whole);
-        if (between(32)) return run(RowShape<32, 8, 3, 1>{}, whole);
-        if (between(64)) return run(RowShape<64, 8, 3, 1>{}, whole);
+  return on_device("softmax_held", p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      auto run = [&](auto shape, auto singly) {
+        return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V, singly>);
+      };
+      if constexpr (kGpuDeviceType == PYDET_CUDA) {
+        auto whole = [&](auto shape) { return run(shape, std::false_type{}); };
+        // Three vectors a thread, where two of twice as many threads would be empty by a quarter and more.
+        auto between = [&](int T) { return p.n > 2 * 8 * T && p.n <= 3 * 8 * T && p.rows * T >= kManyThreads; };
+        if (rows_whole(p)) {
+          if (between(4)) return whole(RowShape<4, 8, 3, 1>{});
+          if (between(8)) return whole(RowShape<8, 8, 3, 1>{});
+          if (between(16)) return whole(RowShape<16, 8, 3, 1>{});
+          if (between(32)) return whole(RowShape<32, 8, 3, 1>{});
+          if (between(64)) return whole(RowShape<64, 8, 3, 1>{});
+        }
+        // Teams of half as many threads have more to do behind each exchange: 65536x256 from 33 to 30 us.
+        if (rows_whole(p) && p.n > 4 * 8 && p.n <= 32 * 8)
+          return with_first<RowShape<4, 8, 2, 1>, RowShape<8, 8, 2, 1>, RowShape<16, 8, 2, 1>>(p.n, whole);
       }
-      // Teams of half as many threads have more to do behind each exchange: 65536x256 from 33 to 30 us.
-      if (rows_whole(p) && p.n > 4 * 8 && p.n <= 32 * 8) {
-        if (p.n <= 8 * 8) return run(RowShape<4, 8, 2, 1>{}, whole);
-        if (p.n <= 16 * 8) return run(RowShape<8, 8, 2, 1>{}, whole);
-        return run(RowShape<16, 8, 2, 1>{}, whole);
-      }
-    }
-    return with_shape(p.n, rows_whole(p), run);
+      return with_shape(p.n, rows_whole(p), run);
+    });
   });
 }
 
 pydet_status softmax_long(const Softmax &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_long", guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return launch_long("softmax_long", p,
-                       rows_whole(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
+  return on_device("softmax_long", p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      return launch_long("softmax_long", p,
+                         rows_whole(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
+    });
   });
 }
 
 bool softmax_backward_held_takes(const SoftmaxBackward &p) { return holds(p.rows, p.n, rows_whole(p)); }
 
 pydet_status softmax_backward_held(const SoftmaxBackward &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_held", guard.error());
-  return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-    return with_shape(p.n, rows_whole(p), [&](auto shape, auto singly) {
-      return launch_held<shape.T>("softmax_backward_held", p, softmax_backward_kernel<type, shape.T, shape.V, singly>);
+  const char *name = "softmax_backward_held";
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
+      return with_shape(p.n, rows_whole(p), [&](auto shape, auto singly) {
+        return launch_held<shape.T>(name, p, softmax_backward_kernel<type, shape.T, shape.V, singly>);
+      });
     });
   });
 }
 
 pydet_status softmax_backward_long(const SoftmaxBackward &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_long", guard.error());
-  return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-    return launch_long(
-        "softmax_backward_long", p,
-        rows_whole(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
+  const char *name = "softmax_backward_long";
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
+      return launch_long(
+          name, p,
+          rows_whole(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
+    });
   });
 }
 

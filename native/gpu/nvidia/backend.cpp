@@ -202,10 +202,6 @@ constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
         .takes(rmsnorm_backward_held_takes)
         .prefers(rmsnorm_backward_chain_prefers)
         .launches(rmsnorm_backward_chain),
-    Row("cuda_rmsnorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kAllOfGradient | kBlockSums)
-        .takes(rmsnorm_backward_cluster_takes)
-        .prefers(rmsnorm_backward_cluster_prefers)
-        .launches(rmsnorm_backward_cluster),
     Row("cuda_rmsnorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
         .launches(rmsnorm_backward_group),
@@ -509,10 +505,6 @@ constexpr Kernel<LayerNormBackward> kLayerNormBackward[] = {
         .takes(layernorm_backward_ring_takes)
         .prefers(layernorm_backward_chain_prefers)
         .launches(layernorm_backward_chain),
-    Row("cuda_layernorm_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kLayerNormGradient)
-        .takes(layernorm_backward_cluster_takes)
-        .prefers(layernorm_backward_cluster_prefers)
-        .launches(layernorm_backward_cluster),
     Row("cuda_layernorm_backward_group", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kLayerNormGradient)
         .takes(layernorm_backward_ring_takes)
         .launches(layernorm_backward_group),

@@ -207,24 +207,17 @@ __device__ __forceinline__ void store_dx(const P &p, const RowIndex &row, const 
 }
 
 // A team of T threads with V elements each, of which the first F are always the row's.
-template <int team, int elements, int full> struct StridedShape {
+template <int team, int elements, int full> struct Singles {
   static constexpr int T = team, V = elements, F = full;
+  static constexpr int holds() { return T * V; }
 };
 
 // Calls f with a team that holds a row of n.
 constexpr int64_t kLongestOfShapes = 1024 * 12;
 template <class F> pydet_status with_strided_shape(int64_t n, const F &f) {
-  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
-  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
-  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
-  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
-  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
-  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
-  if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
-  return f(StridedShape<1024, 12, 8>{});
+  return with_first<Singles<32, 4, 0>, Singles<32, 8, 4>, Singles<64, 8, 4>, Singles<128, 8, 4>, Singles<256, 6, 4>,
+                    Singles<256, 8, 6>, Singles<256, 12, 8>, Singles<512, 8, 6>, Singles<512, 12, 8>,
+                    Singles<512, 16, 12>, Singles<1024, 12, 8>>(n, f);
 }
 
 // ---- Rows that lie one behind the other --------------------------------------------------------------------------
@@ -354,11 +347,6 @@ template <int V> constexpr int kBlocks = 2;
 #else
 template <int V> constexpr int kBlocks = V <= 24 ? 8 : V <= 32 ? 7 : 6;
 #endif
-
-// A team of T threads with V elements each, of which the first F are always the row's.
-template <int team, int elements, int full> struct AdjacentShape {
-  static constexpr int T = team, V = elements, F = full;
-};
 
 // Elements of weights of any type; `absent` where there are none, anything past the end.
 template <int T, int V, int F, int N>

@@ -275,33 +275,31 @@ pydet_status launch_apart(const char *name, const P &p, Shape) {
   const int64_t column_blocks = p.dweight.data || p.dbias.data ? divide_up(p.n, columns) : 0;
   const int64_t row_blocks = p.dx.data ? divide_up(p.rows, kOfBlock / T) : 0;
   if (column_blocks + row_blocks == 0) return PYDET_OK;
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(column_blocks + row_blocks)), dim3(kOfBlock)};
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, norm_backward_apart_kernel<P, type, T, Shape::W, Shape::V, S, shifted>, p, int(column_blocks),
-                workers);
+  return launch(blocks_of(name, p, unsigned(column_blocks + row_blocks), kOfBlock),
+                norm_backward_apart_kernel<P, type, T, Shape::W, Shape::V, S, shifted>, p, int(column_blocks), workers);
 }
 
 // Up to a block of rows all of them at once, by narrow columns; then by wide ones.
 template <class P> pydet_status backward_apart(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    constexpr bool wide = type == Type::f32;
-    using Narrow = Slice<16, 2, 16>;
-    using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
-    auto run = [&](auto columns, auto shifted) {
-      return with_shape<P, shifted>(
-          p.n, [&](auto shape) { return launch_apart<decltype(columns), type, shifted>(name, p, shape); });
-    };
-    if (!rows_whole(p)) return run(NarrowOfFew{}, std::true_type{});
-    using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
-    constexpr std::false_type whole{};
-    // Wide columns, so that few blocks of them leave multiprocessors to those of rows: on an H100 77x16384 takes 7.8 us,
-    // LayerNorm's 8.9, with narrow ones 9.6 and 11.0; but 42x15960 7.0 and 5.8.
-    if (p.rows > 64 && p.rows <= kDweightBlockRows && p.n > 512 * 16)
-      return launch_apart<Slice<16, 8, 4, 512>, type, false>(name, p, RowShape<512, 4, 8, 1>{});
-    if (p.rows <= kDweightBlockRows) return run(OfFewRows{}, whole);
-    return run(Slice < 4, 8, kCentred<P> || wide ? 4 : 8 > {}, whole);
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      constexpr bool wide = type == Type::f32;
+      using Narrow = Slice<16, 2, 16>;
+      using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
+      auto run = [&](auto columns, auto shifted) {
+        return with_shape<P, shifted>(
+            p.n, [&](auto shape) { return launch_apart<decltype(columns), type, shifted>(name, p, shape); });
+      };
+      if (!rows_whole(p)) return run(NarrowOfFew{}, std::true_type{});
+      using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
+      constexpr std::false_type whole{};
+      // Wide columns, so that few blocks of them leave multiprocessors to those of rows: on an H100 77x16384 takes 7.8 us,
+      // LayerNorm's 8.9, with narrow ones 9.6 and 11.0; but 42x15960 7.0 and 5.8.
+      if (p.rows > 64 && p.rows <= kDweightBlockRows && p.n > 512 * 16)
+        return launch_apart<Slice<16, 8, 4, 512>, type, false>(name, p, RowShape<512, 4, 8, 1>{});
+      if (p.rows <= kDweightBlockRows) return run(OfFewRows{}, whole);
+      return run(Slice < 4, 8, kCentred<P> || wide ? 4 : 8 > {}, whole);
+    });
   });
 }
 
@@ -318,8 +316,7 @@ bool rmsnorm_backward_apart_takes(const RmsNormBackward &p) { return takes(p); }
 // Of few rows. More of them go down a column one after the other, and what is read twice falls out of the L2.
 bool rmsnorm_backward_apart_prefers(const RmsNormBackward &p) {
   constexpr int64_t kMostRows = 1024, kMostBytes = 12 << 20;  // of x
-  // Of other rows, measured on an H100: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23, 934x1595
-  // in 10.6 and 25, 700x5001 in 21 and 34, but 64x4095 in 8.4 and 7.3.
+  // Of other rows very few: rmsnorm_backward_unaligned takes 868x174 in 5.4 us, this kernel in 23.
   if (p.dweight.data && !rows_whole(p) && p.rows > (p.n >= 3072 && p.n <= 6144 ? 128 : 16)) return false;
   return p.rows <= kMostRows && (!p.dweight.data || p.rows * p.n * size_of(p.x.type) <= kMostBytes);
 }
@@ -327,9 +324,10 @@ pydet_status rmsnorm_backward_apart(const RmsNormBackward &p) { return backward_
 
 bool layernorm_backward_apart_takes(const LayerNormBackward &p) { return takes(p); }
 
-// Of few rows, as RMSNorm's; of whole ones more, where they are long. On an H100, us, beside layernorm_backward_rows:
-// 1500x1536 14.5 and 17, 2048x2048 19.0 and 21; but 2048x1024 14.5 and 12.7, 3000x768 19.7 and 15.5.
+// Of few rows, as RMSNorm's; of whole ones more, where they are long: of over 8192 columns no ring has room for two sums (on
+// an H200, tools/rows_sweep.py, 403x16160 takes 26 us and held in registers 44, 1382x12896 83 and 91, 2855x14696 180 and 176).
 bool layernorm_backward_apart_prefers(const LayerNormBackward &p) {
+  if (rows_whole(p) && p.n > 8192) return p.rows <= 1400;
   constexpr int64_t kMostBytes = 12 << 20;  // of x
   return p.rows <= (rows_whole(p) && p.n > 1024 ? 2048 : 1024) && p.rows * p.n * size_of(p.x.type) <= kMostBytes;
 }

@@ -21,6 +21,20 @@
 namespace pydet {
 namespace {
 
+// A thread's share of the sums of a chain of dweight and, LayerNorm's, of dbias.
+template <class P, int size, int T, int V, int F, int B>
+__device__ __forceinline__ void store_chains(const P &p, const Strided<size, T, V, F> &columns, int64_t chain_number,
+                                             const float (&of_weight)[V], const float (&of_bias)[B]) {
+  float *const chains = static_cast<float *>(p.workspace) + chain_number * p.n;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if (!columns.inside(i)) continue;
+    if (p.dweight.data) chains[columns.column(i)] = of_weight[i];
+    if constexpr (kCentred<P>)
+      if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
+  }
+}
+
 // ---- Strided: in one pass ------------------------------------------------------------------------------------------
 
 template <int T> constexpr int kBlockOfChains = T < 128 ? 128 : T;  // several small teams share one
@@ -81,41 +95,23 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
     if (i < count) store_dx(p, row_index(p.inner, first + i), columns, rstd, xhat, sums, g);
   }
 
-  if (count <= 0) return;
-  float *const chains = static_cast<float *>(p.workspace) + chain_number * p.n;
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    if (!columns.inside(i)) continue;
-    if (p.dweight.data) chains[columns.column(i)] = of_weight[i];
-    if constexpr (centred)
-      if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
-  }
+  if (count > 0) store_chains(p, columns, chain_number, of_weight, of_bias);
 }
 
 constexpr int64_t kLongestStrided = 512 * 10;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
-  if (n <= 32 * 4) return f(StridedShape<32, 4, 0>{});
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
-  if (n <= 64 * 8) return f(StridedShape<64, 8, 4>{});
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 4>{});
-  if (n <= 256 * 6) return f(StridedShape<256, 6, 4>{});
-  if (n <= 256 * 8) return f(StridedShape<256, 8, 6>{});
-  if (n <= 512 * 6) return f(StridedShape<512, 6, 4>{});
-  if (n <= 512 * 8) return f(StridedShape<512, 8, 6>{});
-  return f(StridedShape<512, 10, 8>{});
+  return with_first<Singles<32, 4, 0>, Singles<32, 8, 4>, Singles<64, 8, 4>, Singles<128, 8, 4>, Singles<256, 6, 4>,
+                    Singles<256, 8, 6>, Singles<512, 6, 4>, Singles<512, 8, 6>, Singles<512, 10, 8>>(n, f);
 }
 
 template <class P> pydet_status backward_strided(const char *name, const P &p) {
   return with_sums_over_rows(name, p, 1, [&] {
     return with_shape_of_chains(p.n, [&](auto shape) {
-      constexpr int T = shape.T, V = shape.V, F = shape.F;
-      Launch where = {name, static_cast<gpu_stream>(p.stream),
-                      grid_of(divide_up(p.rows, kDweightChainRows * (kBlockOfChains<T> / T)), kBlockOfChains<T>),
-                      dim3(kBlockOfChains<T>)};
-      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-      return launch(where,
+      constexpr int T = shape.T, V = shape.V, F = shape.F, kThreads = kBlockOfChains<T>;
+      const int64_t blocks = divide_up(p.rows, kDweightChainRows * (kThreads / T));
+      return launch(blocks_of(name, p, grid_of(blocks, kThreads), kThreads),
                     p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F>
                                           : norm_backward_strided_kernel<P, 2, T, V, F>,
                     p);
@@ -123,9 +119,8 @@ template <class P> pydet_status backward_strided(const char *name, const P &p) {
   });
 }
 
-// Many elements: few are faster by rmsnorm_backward_unaligned, which reads them twice. Measured on an H100, us, beside
-// it: 81818x1163 356 and 540, 8000x1023 29.5 and 43.4, 4096x1023 21.4 and 22.4, 1100x5001 26 and 31, 4000x6001 87 and 122,
-// but 1364x2603 21.2 and 19.5, 1100x6001 42 and 36.
+// Many elements: few are faster by norm_backward_unaligned, which reads them twice. On an H100 (tools/rows_sweep.py)
+// 81818x1163 takes 356 us and 540, 1100x6001 42 and 36.
 bool many_elements(int64_t rows, int64_t n) { return rows * n > (n <= 5120 ? 4'000'000 : 8'000'000); }
 
 // ---- Staged: in one pass, rows in shared memory --------------------------------------------------------------------
@@ -240,14 +235,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     }
   }
 
-  float *const chains = static_cast<float *>(p.workspace) + chain_number * p.n;
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    if (!columns.inside(i)) continue;
-    if (p.dweight.data) chains[columns.column(i)] = of_weight[i];
-    if constexpr (centred)
-      if (p.dbias.data) chains[divide_up(p.rows, kDweightChainRows) * p.n + columns.column(i)] = of_bias[i];
-  }
+  store_chains(p, columns, chain_number, of_weight, of_bias);
 #endif
 }
 
@@ -262,11 +250,9 @@ template <class P> pydet_status backward_staged(const char *name, const P &p) {
   return with_sums_over_rows(name, p, 1, [&] {
     return with_elements(p.n, [&](auto V) {
       auto run = [&](auto size, auto kernel) {
-        Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kDweightChainRows))),
-                        dim3(kStagedThreads), kStages * 2 * kRowBytes<size, V>};
-        where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-        return launch(where, kernel, p, rows_ascend(p.x, p.inner, p.rows, p.n),
-                      rows_ascend(p.dy, p.inner, p.rows, p.n));
+        return launch(blocks_of(name, p, unsigned(divide_up(p.rows, kDweightChainRows)), kStagedThreads,
+                                kStages * 2 * kRowBytes<size, V>),
+                      kernel, p, rows_ascend(p.x, p.inner, p.rows, p.n), rows_ascend(p.dy, p.inner, p.rows, p.n));
       };
       if constexpr (V <= 16)
         if (p.x.type == Type::f32) return run(std::integral_constant<int, 4>{}, norm_backward_staged_kernel<P, 4, V>);
@@ -381,15 +367,12 @@ template <class P> pydet_status backward_unaligned(const char *name, const P &p)
       constexpr int T = shape.T, kThreads = kBlock<T>;
       const int64_t column_blocks = divide_up(jobs, kThreads),
                     row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
-      Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(column_blocks + row_blocks, kThreads),
-                      dim3(kThreads)};
-      where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-      return launch(where,
+      return launch(blocks_of(name, p, grid_of(column_blocks + row_blocks, kThreads), kThreads),
                     p.x.type == Type::f32 ? norm_backward_unaligned_kernel<P, 4, T, shape.V, shape.F>
                                           : norm_backward_unaligned_kernel<P, 2, T, shape.V, shape.F>,
                     p, column_blocks);
     };
-    return p.n > kLongestOfShapes ? run(StridedShape<1024, 16, 12>{}) : with_strided_shape(p.n, run);
+    return p.n > kLongestOfShapes ? run(Singles<1024, 16, 12>{}) : with_strided_shape(p.n, run);
   });
 }
 
@@ -418,7 +401,7 @@ bool rmsnorm_backward_staged_prefers(const RmsNormBackward &p) { return many_ele
 pydet_status rmsnorm_backward_staged(const RmsNormBackward &p) { return backward_staged("rmsnorm_backward_staged", p); }
 bool layernorm_backward_staged_takes(const LayerNormBackward &p) { return staged_takes(p); }
 bool layernorm_backward_staged_prefers(const LayerNormBackward &p) {
-  return (!rows_whole(p) || p.n > 8192) && many_elements(p.rows, p.n);
+  return (!rows_whole(p) || (p.n > 8192 && p.rows > 1400)) && many_elements(p.rows, p.n);
 }
 pydet_status layernorm_backward_staged(const LayerNormBackward &p) {
   return backward_staged("layernorm_backward_staged", p);
@@ -429,11 +412,8 @@ pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &p) {
   return backward_unaligned("rmsnorm_backward_unaligned", p);
 }
 bool layernorm_backward_unaligned_takes(const LayerNormBackward &p) { return unaligned_takes(p); }
-// Of few elements, as they are read twice. Measured on an H100, us, beside layernorm_backward_rows (whole rows), _apart
-// (few rows) and _strided: whole rows 1075x416 7.7, 10.9 and 10.7, 2048x512 10.3, 11.4 and 13, 4096x256 10.3, 10.7 and 18,
-// 1100x1280 12.2, 13.9 and 13.6, but 2048x768 12.8 and 11.8, 1500x1088 14.3, 14.0 and 13.7; others 120x1023 5.6 and, apart,
-// 7.4, 600x2041 11 and 20, 8000x301 20.5 and, strided, 22.1, 1100x6001 43 and 46, 65x13260 12 and, apart, 31, but 64x2603
-// 9.7 and, apart, 7.9, 256x2041 9.8 and 8.4, 120x5001 9.5 and 9.1, 1100x5001 36 and, strided, 30, 4000x6001 142 and 95.
+// Of few elements, as they are read twice: on an H100 (tools/rows_sweep.py) 1075x416 takes 7.7 us and by rows 10.9, but
+// 4000x6001 142 and 95.
 bool layernorm_backward_unaligned_prefers(const LayerNormBackward &p) {
   if (rows_whole(p)) return p.rows > 1024 && p.rows * p.n <= (p.n <= 1024 ? 1'200'000 : 1'500'000);
   const int64_t few = p.n <= 1800 || p.n > 8185 ? 16 : p.n <= 4500 ? 256 : 128;

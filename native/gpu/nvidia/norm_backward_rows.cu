@@ -208,25 +208,16 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
 template <class P, Type type, class Shape, bool grouped> pydet_status launch_rows(const char *name, const P &p) {
   constexpr int T = Shape::T, kTeams = kBlock<T> / T;
   const int64_t jobs = divide_up(p.rows / heads_of(p), kDweightChainRows) * heads_of(p);
-  Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(jobs, kTeams), kBlock<T>),
-                  dim3(kBlock<T>)};
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, norm_backward_rows_kernel<P, type, T, Shape::W, Shape::V, Shape::R, grouped>, p);
-}
-
-// Calls f with a team that holds a row of n.
-template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 8 * 8) return f(RowShape<8, 8, 1, 2>{});
-  if (n <= 16 * 8) return f(RowShape<16, 8, 1, 2>{});
-  if (n <= 32 * 8) return f(RowShape<32, 8, 1, 2>{});
-  if (n <= 64 * 8) return f(RowShape<64, 8, 1, 2>{});
-  return f(RowShape<128, 8, 1, 2>{});
+  return launch(blocks_of(name, p, grid_of(divide_up(jobs, kTeams), kBlock<T>), kBlock<T>),
+                norm_backward_rows_kernel<P, type, T, Shape::W, Shape::V, Shape::R, grouped>, p);
 }
 
 template <class P> pydet_status by_chains(const char *name, const P &p) {
   return with_sums_over_rows(name, p, 1, [&] {
     return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return with_shape(p.n, [&](auto shape) { return launch_rows<P, type, decltype(shape), false>(name, p); });
+      return with_first<RowShape<8, 8, 1, 2>, RowShape<16, 8, 1, 2>, RowShape<32, 8, 1, 2>, RowShape<64, 8, 1, 2>,
+                        RowShape<128, 8, 1, 2>>(
+          p.n, [&](auto shape) { return launch_rows<P, type, decltype(shape), false>(name, p); });
     });
   });
 }
@@ -237,8 +228,8 @@ template <class P> bool narrow(const P &p) { return p.n <= kLongestNarrow && p.r
 template <class P> pydet_status by_groups(const char *name, const P &p) {
   return with_sums_over_rows(name, p, kGroupChains, [&] {
     return with_type<kHalfTypes>(p.x.type, [&](auto type) {
-      if (p.n <= 64) return launch_rows<P, type, RowShape<8, 8, 1, 2>, true>(name, p);
-      return launch_rows<P, type, RowShape<16, 8, 1, 2>, true>(name, p);
+      return with_first<RowShape<8, 8, 1, 2>, RowShape<16, 8, 1, 2>>(
+          p.n, [&](auto shape) { return launch_rows<P, type, decltype(shape), true>(name, p); });
     });
   });
 }

@@ -77,17 +77,14 @@ __global__ void __launch_bounds__(kBlock<T>) norm_unaligned_kernel(const __grid_
 }
 
 template <class P> pydet_status norm_unaligned(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_strided_shape(p.n, [&](auto shape) {
-    constexpr int T = shape.T, kThreads = kBlock<T>;
-    Launch where = {name, static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.rows, kThreads / T), kThreads),
-                    dim3(kThreads)};
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where,
-                  p.x.type == Type::f32 ? norm_unaligned_kernel<P, 4, T, shape.V, shape.F>
-                                        : norm_unaligned_kernel<P, 2, T, shape.V, shape.F>,
-                  p);
+  return on_device(name, p, [&] {
+    return with_strided_shape(p.n, [&](auto shape) {
+      constexpr int T = shape.T, kThreads = kBlock<T>;
+      return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kThreads / T), kThreads), kThreads),
+                    p.x.type == Type::f32 ? norm_unaligned_kernel<P, 4, T, shape.V, shape.F>
+                                          : norm_unaligned_kernel<P, 2, T, shape.V, shape.F>,
+                    p);
+    });
   });
 }
 
@@ -197,38 +194,22 @@ constexpr int64_t kLongestAdjacent = 4096;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_adjacent_shape(int64_t n, const F &f) {
-  if (n <= 4 * 16) return f(AdjacentShape<4, 16, 8>{});
-  if (n <= 4 * 20) return f(AdjacentShape<4, 20, 16>{});
-  if (n <= 4 * 24) return f(AdjacentShape<4, 24, 20>{});
-  if (n <= 4 * 32) return f(AdjacentShape<4, 32, 24>{});
-  if (n <= 4 * 40) return f(AdjacentShape<4, 40, 32>{});
-  if (n <= 8 * 24) return f(AdjacentShape<8, 24, 20>{});
-  if (n <= 8 * 32) return f(AdjacentShape<8, 32, 24>{});
-  if (n <= 16 * 20) return f(AdjacentShape<16, 20, 16>{});
-  if (n <= 16 * 24) return f(AdjacentShape<16, 24, 20>{});
-  if (n <= 16 * 32) return f(AdjacentShape<16, 32, 24>{});
-  if (n <= 16 * 40) return f(AdjacentShape<16, 40, 32>{});
-  if (n <= 32 * 24) return f(AdjacentShape<32, 24, 20>{});
-  if (n <= 32 * 32) return f(AdjacentShape<32, 32, 24>{});
-  if (n <= 32 * 40) return f(AdjacentShape<32, 40, 32>{});
-  if (n <= 64 * 24) return f(AdjacentShape<64, 24, 20>{});
-  if (n <= 64 * 32) return f(AdjacentShape<64, 32, 24>{});
-  if (n <= 64 * 40) return f(AdjacentShape<64, 40, 32>{});
-  if (n <= 128 * 24) return f(AdjacentShape<128, 24, 20>{});
-  return f(AdjacentShape<128, 32, 24>{});
+  return with_first<Singles<4, 16, 8>, Singles<4, 20, 16>, Singles<4, 24, 20>, Singles<4, 32, 24>, Singles<4, 40, 32>,
+                    Singles<8, 24, 20>, Singles<8, 32, 24>, Singles<16, 20, 16>, Singles<16, 24, 20>,
+                    Singles<16, 32, 24>, Singles<16, 40, 32>, Singles<32, 24, 20>, Singles<32, 32, 24>,
+                    Singles<32, 40, 32>, Singles<64, 24, 20>, Singles<64, 32, 24>, Singles<64, 40, 32>,
+                    Singles<128, 24, 20>, Singles<128, 32, 24>>(n, f);
 }
 
 template <class P> pydet_status norm_adjacent(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_adjacent_shape(p.n, [&](auto shape) {
-    constexpr int T = shape.T, V = shape.V,
-                  kGroups = T < kLogicalWarp ? kBlockOfAdjacent<T> / kLogicalWarp : kBlockOfAdjacent<T> / T;
-    Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kGroups * kOfShare<T>))),
-                    dim3(kBlockOfAdjacent<T>)};
-    where.shared_bytes = kGroups * share_bytes<T, V>(kOfShare<T>, int(p.n));
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, norm_adjacent_kernel<P, T, V, shape.F>, p);
+  return on_device(name, p, [&] {
+    return with_adjacent_shape(p.n, [&](auto shape) {
+      constexpr int T = shape.T, V = shape.V, kThreads = kBlockOfAdjacent<T>;
+      constexpr int kGroups = kThreads / (T < kLogicalWarp ? kLogicalWarp : T);
+      return launch(blocks_of(name, p, unsigned(divide_up(p.rows, kGroups * kOfShare<T>)), kThreads,
+                              kGroups * share_bytes<T, V>(kOfShare<T>, int(p.n))),
+                    norm_adjacent_kernel<P, T, V, shape.F>, p);
+    });
   });
 }
 
@@ -237,10 +218,7 @@ template <class P> bool adjacent_takes(const P &p) {
          rows_adjacent(p, p.x, p.x) && rows_adjacent(p, p.y, p.x);
 }
 
-// From so many rows on this is faster than norm_unaligned. Measured on an H100, us, here and there: LayerNorm
-// 192437x98 45 and 83 (a copy 34), 191379x2300 836 and 1153 (724), 64000x515 93 and 153, 16000x3501 113 and 181, but
-// 16000x183 12.8 and 10.9, 64000x255 44 and 40; RMSNorm 192437x98 36 and 57, 191379x2300 654 and 767, 100000x225 43 and
-// 42.
+// From so many rows on this is faster than norm_unaligned on an H100 (tools/rows_sweep.py).
 constexpr int64_t kNever = int64_t(1) << 62;
 constexpr struct {
   int64_t longest, rmsnorm, layernorm;
@@ -317,19 +295,15 @@ template <class P> bool staged_takes(const P &p) {
 }
 
 template <class P> pydet_status norm_staged(const char *name, const P &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows)), dim3(kMaxTeam)};
-    where.shared_bytes = int(bytes_of_staged(p.n, type));
-    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-    return launch(where, norm_staged_kernel<P, type>, p, rows_ascend(p.x, p.inner, p.rows, p.n));
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      return launch(blocks_of(name, p, unsigned(p.rows), kMaxTeam, int(bytes_of_staged(p.n, type))),
+                    norm_staged_kernel<P, type>, p, rows_ascend(p.x, p.inner, p.rows, p.n));
+    });
   });
 }
 
-// Beside the same rows in registers (norm_unaligned), measured on an H100, us: RMSNorm 2000x5001 24.0 and 27.3,
-// 700x5001 both 11.9, 200x7001 6.7 and 5.6, 8000x4001 69.5 and 65.0, 87x10469 5.4 and 6.7, 300x9001 11.7 and 10.2; LayerNorm
-// 2000x5001 both 33.5, 700x5001 15.5 and 14.2, 87x10469 6.1 and 9.7, 300x9001 14.1 and 14.4, 2000x9001 67 and 49.
+// Beside the same rows in registers (norm_unaligned), on an H100 (tools/rows_sweep.py).
 bool staged_prefers(int64_t rows, int64_t n) { return rows > (n <= 8192 ? 1000 : n <= 12288 ? 200 : 0) && n > 4096; }
 
 template <class P> bool unaligned_takes(const P &p) {

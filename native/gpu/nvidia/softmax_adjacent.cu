@@ -109,30 +109,18 @@ constexpr int64_t kLongest = 320;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  if (n <= 2 * 24) return f(AdjacentShape<2, 24, 16>{});
-  if (n <= 2 * 32) return f(AdjacentShape<2, 32, 24>{});
-  if (n <= 4 * 20) return f(AdjacentShape<4, 20, 16>{});
-  if (n <= 4 * 24) return f(AdjacentShape<4, 24, 20>{});
-  if (n <= 4 * 28) return f(AdjacentShape<4, 28, 24>{});
-  if (n <= 4 * 32) return f(AdjacentShape<4, 32, 28>{});
-  if (n <= 4 * 36) return f(AdjacentShape<4, 36, 32>{});
-  if (n <= 4 * 40) return f(AdjacentShape<4, 40, 36>{});
-  if (n <= 8 * 24) return f(AdjacentShape<8, 24, 20>{});
-  if (n <= 8 * 28) return f(AdjacentShape<8, 28, 24>{});
-  if (n <= 8 * 32) return f(AdjacentShape<8, 32, 28>{});
-  if (n <= 8 * 36) return f(AdjacentShape<8, 36, 32>{});
-  return f(AdjacentShape<8, 40, 36>{});
+  return with_first<Singles<2, 24, 16>, Singles<2, 32, 24>, Singles<4, 20, 16>, Singles<4, 24, 20>, Singles<4, 28, 24>,
+                    Singles<4, 32, 28>, Singles<4, 36, 32>, Singles<4, 40, 36>, Singles<8, 24, 20>, Singles<8, 28, 24>,
+                    Singles<8, 32, 28>, Singles<8, 36, 32>, Singles<8, 40, 36>>(n, f);
 }
 
 // A warp's share is rows of all its teams; of very many rows twice as many, so that it is whole pieces wherever they
 // begin: 190000x163 67 us with one row a team and 62 with two, but 24000x163 11.4 and 14.0.
 template <class Shape> pydet_status launch_shares(const Softmax &p, Shape, void (*kernel)(Softmax, int)) {
   const int of_share = kLogicalWarp / Shape::T * (Shape::T == 8 && p.rows >= 80'000 ? 2 : 1);
-  Launch where = {"softmax_adjacent", static_cast<gpu_stream>(p.stream),
-                  dim3(unsigned(divide_up(p.rows, kWarps * of_share))), dim3(kBlock)};
-  where.shared_bytes = kWarps * share_bytes<Shape::T, Shape::V>(of_share, int(p.n));
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, kernel, p, of_share);
+  return launch(blocks_of("softmax_adjacent", p, unsigned(divide_up(p.rows, kWarps * of_share)), kBlock,
+                          kWarps * share_bytes<Shape::T, Shape::V>(of_share, int(p.n))),
+                kernel, p, of_share);
 }
 
 bool takes_rows(int64_t rows, int64_t n) { return n > 2 * 16 && n <= kLongest && rows < int64_t(1) << 31; }
@@ -157,10 +145,10 @@ bool softmax_adjacent_prefers(const Softmax &p) {
 }
 
 pydet_status softmax_adjacent(const Softmax &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_adjacent", guard.error());
-  return with_shape(
-      p.n, [&](auto shape) { return launch_shares(p, shape, softmax_adjacent_kernel<shape.T, shape.V, shape.F>); });
+  return on_device("softmax_adjacent", p, [&] {
+    return with_shape(
+        p.n, [&](auto shape) { return launch_shares(p, shape, softmax_adjacent_kernel<shape.T, shape.V, shape.F>); });
+  });
 }
 
 }  // namespace pydet

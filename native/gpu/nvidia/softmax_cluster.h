@@ -1,6 +1,7 @@
 // A row of softmax by a block, or by the C blocks of a cluster: of each 2048 elements block c has those of 256 / C groups
 // of lanes, and a thread W adjacent ones, a piece. The blocks send each other (cluster.h) the largest of theirs, then the
-// sums of their groups. Shared by softmax_spread.cu and softmax_head.cu.
+// sums of their groups. Shared by softmax_spread.cu, softmax_head.cu and softmax_staged.cu, whose threads have single
+// elements.
 #pragma once
 
 #include "gpu/any/softmax_row.h"
@@ -33,7 +34,11 @@ __device__ __forceinline__ void to_floats(const Adjacent<type, W> &adjacent, flo
 // The sum of a group's eight lanes, of which a thread has W. Each of the 8 / W threads gets it.
 template <int W> __device__ __forceinline__ float of_group(float (&s)[W]) {
   auto from = [](float x, int apart) { return __shfl_xor_sync(0xFFFFFFFFu, x, apart); };
-  if constexpr (W == 8) {
+  if constexpr (W == 1) {
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2) s[0] += from(s[0], apart);
+    return s[0];
+  } else if constexpr (W == 8) {
 #pragma unroll
     for (int apart = 4; apart > 0; apart /= 2)
 #pragma unroll
@@ -74,6 +79,49 @@ __device__ __forceinline__ void load_pieces(const char *row, int first, int n, u
         if constexpr (size_of(type) == 4) x[v].word[e] = one;
         else x[v].word[e / 2] = e % 2 ? x[v].word[e / 2] | one << 16 : one;
       }
+    }
+  }
+}
+
+// Past a row's end, in words of memory: the lowest number, twice where a word is a pair.
+template <Type type>
+constexpr uint32_t kLowestWord = type == Type::f32    ? 0xFF800000u
+                                 : type == Type::bf16 ? 0xFF80FF80u
+                                                      : 0xFC00FC00u;
+
+// The largest of the W elements that lie at the same place of a thread's pieces.
+template <Type type, int W, int V>
+__device__ __forceinline__ void tops_of(const Adjacent<type, W> (&x)[V], float (&tops)[W]) {
+  Adjacent<type, W> top = x[0];
+#pragma unroll
+  for (int v = 1; v < V; ++v)
+#pragma unroll
+    for (int i = 0; i < W * size_of(type) / 4; ++i) {
+      if constexpr (type == Type::f32) top.word[i] = bits_of(larger(float_of(top.word[i]), float_of(x[v].word[i])));
+      else top.word[i] = larger_pair<type>(top.word[i], x[v].word[i]);
+    }
+  to_floats(top, tops);
+}
+
+// Adds the exps of a row to a thread's lanes, some pieces' at a time: then keep(v, exps) has those of piece v.
+template <int kAtOnce, Type type, int W, int V, class F>
+__device__ __forceinline__ void add_exps(const Adjacent<type, W> (&x)[V], float max, int n, float (&lane)[W],
+                                         const F &keep) {
+#pragma unroll
+  for (int v = 0; v < V; v += kAtOnce) {
+    if (v > 0 && kRowLanes * v >= n) continue;
+    float exps[kAtOnce][W];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      to_floats(x[v + i], exps[i]);
+#pragma unroll
+      for (int e = 0; e < W; ++e) exps[i][e] = falling_exp_f32(exps[i][e] - max);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) lane[e] += exps[i][e];
+      keep(v + i, exps[i]);
     }
   }
 }

@@ -106,7 +106,6 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), blocks_for((V - S) * W, k
 #if defined(PYDET_HOPPER)
   constexpr int T = kRowLanes / (W * C), kSize = size_of(type), kWords = W * kSize / 4, N = kAtOnce * W;
   static_assert(C > 1 && V % kAtOnce == 0 && S % kAtOnce == 0);  // vectors whose steps are computed together
-  constexpr uint32_t kLowestWord = type == Type::f32 ? 0xFF800000u : type == Type::bf16 ? 0xFF80FF80u : 0xFC00FC00u;
   using Row = std::conditional_t<slabs, RowInSlabs, WholeRow>;
   using Piece = Adjacent<type, W>;
   __shared__ float of_warps[T / kLogicalWarp];
@@ -117,12 +116,12 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), blocks_for((V - S) * W, k
   let_next_kernel_start();
   const int rank = int(blockIdx.x) % C, n = int(p.n), t = int(threadIdx.x), first = W * (T * rank + t);
   const int64_t r = blockIdx.x / C;
-  Piece x[V], top;
+  Piece x[V];
   Row x_row(p, p.x, kSize, r, first);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) x[v].word[i] = kLowestWord;
+    for (int i = 0; i < kWords; ++i) x[v].word[i] = kLowestWord<type>;
     const char *const from = x_row.next(kSize);
     if (first + kRowLanes * v < n) x[v] = *reinterpret_cast<const Piece *>(from);
   }
@@ -133,43 +132,22 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), blocks_for((V - S) * W, k
   meet_cluster();
   expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
 
-  top = x[0];
-#pragma unroll
-  for (int v = 1; v < V; ++v)
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (type == Type::f32) top.word[i] = bits_of(larger(float_of(top.word[i]), float_of(x[v].word[i])));
-      else top.word[i] = larger_pair<type>(top.word[i], x[v].word[i]);
-    }
   float tops[W], most = asked;
-  to_floats(top, tops);
+  tops_of(x, tops);
 #pragma unroll
   for (int e = 0; e < W; ++e) most = larger(most, tops[e]);
   const float max = row_max<C, T>(most, of_warps, received, rank);
 
   float lane[W] = {}, kept[V - S][W];
+  add_exps<kAtOnce>(x, max, n, lane, [&](int v, const float(&exps)[W]) {
+    Adjacent<Type::f32, W> bits;
 #pragma unroll
-  for (int v = 0; v < V; v += kAtOnce) {
-    if (v > 0 && kRowLanes * v >= n) continue;
-    float exps[kAtOnce][W];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      to_floats(x[v + i], exps[i]);
-#pragma unroll
-      for (int e = 0; e < W; ++e) exps[i][e] = falling_exp_f32(exps[i][e] - max);
+    for (int e = 0; e < W; ++e) {
+      bits.word[e] = bits_of(exps[e]);
+      if (v >= S) kept[v >= S ? v - S : 0][e] = exps[e];
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      Adjacent<Type::f32, W> bits;
-#pragma unroll
-      for (int e = 0; e < W; ++e) {
-        lane[e] += exps[i][e];
-        bits.word[e] = bits_of(exps[i][e]);
-        if (v >= S) kept[v >= S ? v + i - S : 0][e] = exps[i][e];
-      }
-      if (v < S) staged[v < S ? v + i : 0][t] = bits;
-    }
-  }
+    if (v < S) staged[v < S ? v : 0][t] = bits;
+  });
   finish.known(max, row_sum<C, W>(lane, received, rank));
   if (stores) {
     const float found = finish.index < 0 ? float_of(kNanF32) : asked;
@@ -218,9 +196,7 @@ constexpr int64_t kShortestInSlabs = 16 * kRowLanes;
 
 template <int C, int W, int V, int S, int kAtOnce, class Type>
 pydet_status launch_head(const char *name, const Softmax &p, Type type) {
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows * C)), dim3(kRowLanes / (W * C))};
-  where.cluster = C;
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+  const Launch where = blocks_of(name, p, unsigned(p.rows * C), kRowLanes / (W * C), 0, C);
   constexpr int kStaged = size_of(Type()) == 4 ? 0 : S;
   if constexpr (size_of(Type()) == 2 && V * kRowLanes > kShortestInSlabs)
     if (p.slabs.columns) return launch(where, softmax_head_kernel<type, C, W, V, kStaged, kAtOnce, true>, p);
@@ -235,18 +211,22 @@ bool softmax_head_takes(const Softmax &p) {
   return rows_whole(p) && p.n > kShortest;
 }
 
-// What no other kernel takes.
-bool softmax_head_prefers(const Softmax &p) { return p.log_prob.data || p.slabs.columns; }
+// What no other kernel takes; and long rows, which softmax_spread, or where they are few softmax_cluster, make slower: on
+// an H200 (tools/rows_sweep.py) 65x45712 takes 9.9 us here and 15.5 there, 1802x72248 294 and 351, 21x67608 8.6 and 11.4,
+// but 15x24672 5.1 and 4.5.
+bool softmax_head_prefers(const Softmax &p) {
+  return p.log_prob.data || p.slabs.columns || p.rows > 24 || p.n > 16 * kRowLanes;
+}
 
 pydet_status softmax_head(const Softmax &p) {
   const char *name = "softmax_head";
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    if (p.n <= 16 * kRowLanes) return launch_head<4, 4, 16, 8, 2>(name, p, type);
-    if (p.n <= 32 * kRowLanes) return launch_head<8, 2, 32, 16, 4>(name, p, type);
-    if (p.n <= 64 * kRowLanes) return launch_head<8, 2, 64, 32, 4>(name, p, type);
-    return launch_head<8, 2, 76, 40, 4>(name, p, type);
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      if (p.n <= 16 * kRowLanes) return launch_head<4, 4, 16, 8, 2>(name, p, type);
+      if (p.n <= 32 * kRowLanes) return launch_head<8, 2, 32, 16, 4>(name, p, type);
+      if (p.n <= 64 * kRowLanes) return launch_head<8, 2, 64, 32, 4>(name, p, type);
+      return launch_head<8, 2, 76, 40, 4>(name, p, type);
+    });
   });
 }
 

@@ -56,10 +56,8 @@ template <Type type, int C, int W, int V, int S, int kAtOnce, bool log, bool who
 __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, S, log, whole>::kBlocks)
     softmax_spread_kernel(const __grid_constant__ Softmax p) {
 #if defined(PYDET_HOPPER)
-  constexpr int T = kRowLanes / (W * C), kSize = size_of(type), kWords = W * kSize / 4;
+  constexpr int T = kRowLanes / (W * C), kSize = size_of(type), N = kAtOnce * W;
   static_assert(V % kAtOnce == 0 && S % kAtOnce == 0);  // vectors whose steps are computed together
-  constexpr int N = kAtOnce * W;
-  constexpr uint32_t kLowestWord = type == Type::f32 ? 0xFF800000u : type == Type::bf16 ? 0xFF80FF80u : 0xFC00FC00u;
   __shared__ float of_warps[T / kLogicalWarp];
   __shared__ Received<C> received;
   extern __shared__ __align__(16) char shared[];
@@ -72,55 +70,33 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   const RowIndex where = row_index(p.inner, r);
   const char *const x_row = row_at(p.x, kSize, where);
   const int first = W * (T * rank + t);  // the thread's column
-  Adjacent<type, W> x[V], top;
-  load_pieces<type, W, V, whole>(x_row, first, n, kLowestWord, x);
+  Adjacent<type, W> x[V];
+  load_pieces<type, W, V, whole>(x_row, first, n, kLowestWord<type>, x);
   Finish finish(p, r, log);
   if constexpr (C > 1) {
     meet_cluster();
     expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
   }
 
-  top = x[0];
-#pragma unroll
-  for (int v = 1; v < V; ++v)
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (type == Type::f32) top.word[i] = bits_of(larger(float_of(top.word[i]), float_of(x[v].word[i])));
-      else top.word[i] = larger_pair<type>(top.word[i], x[v].word[i]);
-    }
   float tops[W], max;
-  to_floats(top, tops);
+  tops_of(x, tops);
   max = tops[0];
 #pragma unroll
   for (int e = 1; e < W; ++e) max = larger(max, tops[e]);
   max = row_max<C, T>(max, of_warps, received, rank);
 
   float lane[W] = {}, kept[log ? 1 : V - S][W];
+  add_exps<kAtOnce>(x, max, n, lane, [&](int v, const float(&exps)[W]) {
+    if constexpr (!log) {
+      Adjacent<Type::f32, W> bits;
 #pragma unroll
-  for (int v = 0; v < V; v += kAtOnce) {
-    if (v > 0 && kRowLanes * v >= n) continue;
-    float exps[kAtOnce][W];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      to_floats(x[v + i], exps[i]);
-#pragma unroll
-      for (int e = 0; e < W; ++e) exps[i][e] = falling_exp_f32(exps[i][e] - max);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-      for (int e = 0; e < W; ++e) lane[e] += exps[i][e];
-      if constexpr (!log) {
-        Adjacent<Type::f32, W> exps_bits;
-#pragma unroll
-        for (int e = 0; e < W; ++e) {
-          exps_bits.word[e] = bits_of(exps[i][e]);
-          if (v >= S) kept[v >= S ? v + i - S : 0][e] = exps[i][e];
-        }
-        if (v < S) staged[(v + i) * T] = exps_bits;
+      for (int e = 0; e < W; ++e) {
+        bits.word[e] = bits_of(exps[e]);
+        if (v >= S) kept[v >= S ? v - S : 0][e] = exps[e];
       }
+      if (v < S) staged[v * T] = bits;
     }
-  }
+  });
   const float sum = row_sum<C, W>(lane, received, rank);
   if constexpr (!log) finish.ask();  // not before: there are no registers
   finish.known(max, sum);
@@ -216,6 +192,7 @@ constexpr int64_t kMostRows = int64_t(1) << 27;
 
 template <int blocks, int elements, int vectors, int shared, int at_once> struct Spread {
   static constexpr int C = blocks, W = elements, V = vectors, S = shared, kAtOnce = at_once, T = kRowLanes / (W * C);
+  static constexpr int holds() { return V * kRowLanes; }
 };
 constexpr int64_t kLongest = 76 * kRowLanes;
 
@@ -229,43 +206,27 @@ template <class F> pydet_status with_cluster(int64_t rows, int64_t n, const F &f
     return rows <= 120 ? f(Spread<4, 4, 8, 0, 2>{}) : f(Spread<2, 8, 8, 0, 1>{});
   }
   if (n <= 16 * kRowLanes) return rows <= 150 ? f(Spread<8, 2, 16, 0, 4>{}) : f(Spread<4, 4, 16, 8, 2>{});
-  if (n <= 32 * kRowLanes) return f(Spread<8, 2, 32, 16, 4>{});
-  if (n <= 64 * kRowLanes) return f(Spread<8, 2, 64, 32, 4>{});
-  return f(Spread<8, 2, 76, 36, 4>{});
+  return with_first<Spread<8, 2, 32, 16, 4>, Spread<8, 2, 64, 32, 4>, Spread<8, 2, 76, 36, 4>>(n, f);
 }
 template <class F> pydet_status with_cluster_of_singles(int64_t n, const F &f) {
-  if (n <= 8 * kRowLanes) return f(Spread<8, 2, 8, 0, 2>{});
-  if (n <= 16 * kRowLanes) return f(Spread<8, 2, 16, 0, 4>{});
-  if (n <= 32 * kRowLanes) return f(Spread<8, 2, 32, 0, 4>{});
-  if (n <= 64 * kRowLanes) return f(Spread<8, 2, 64, 0, 4>{});
-  return f(Spread<8, 2, 76, 0, 4>{});
+  return with_first<Spread<8, 2, 8, 0, 2>, Spread<8, 2, 16, 0, 4>, Spread<8, 2, 32, 0, 4>, Spread<8, 2, 64, 0, 4>,
+                    Spread<8, 2, 76, 0, 4>>(n, f);
 }
 template <class F> pydet_status with_gradient_cluster(int64_t n, const F &f) {
-  if (n <= 4 * kRowLanes) return f(Spread<2, 8, 4, 0, 1>{});
-  if (n <= 8 * kRowLanes) return f(Spread<4, 4, 8, 0, 1>{});
-  if (n <= 16 * kRowLanes) return f(Spread<4, 4, 16, 0, 1>{});
-  return f(Spread<4, 4, 32, 0, 1>{});
+  return with_first<Spread<2, 8, 4, 0, 1>, Spread<4, 4, 8, 0, 1>, Spread<4, 4, 16, 0, 1>, Spread<4, 4, 32, 0, 1>>(n, f);
 }
 
 template <class Shape, class Problem>
 pydet_status launch_spread(const char *name, const Problem &p, Shape, int shared_bytes, void (*kernel)(Problem)) {
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(p.rows * Shape::C)), dim3(Shape::T)};
-  where.shared_bytes = shared_bytes;
-  where.cluster = Shape::C;
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, kernel, p);
+  return launch(blocks_of(name, p, unsigned(p.rows * Shape::C), Shape::T, shared_bytes, Shape::C), kernel, p);
 }
 
 }  // namespace
 
 bool softmax_spread_takes(const Softmax &p) { return p.n <= kLongest && p.rows <= kMostRows; }
 
-// Measured on an H100, us, softmax here and by the fastest of the others: 1024x128256 233 and 384, 2048x50304 165 and
-// 235, 4096x32000 182 and 275, 12932x8792 193 and 249, 4096x8192 50 and 73, 64x32000 8.1 and 13.0, 1x151936 8.6 and
-// 10.7, 16384x3072 92 and 95, 28x944 1.8 and 2.3, 207x1344 2.3 and 2.6, but 16384x2048 67 and 59, 442x368 3.3 and 2.3.
-// Of odd rows 700x50257 80 and 120, 1000x11777 35 and 42, 7x5243 2.6 and 3.3, 1000x6657 30 and 20; their log_softmax
-// 700x50257 77 and 89, but 5780x33865 451 and 356, 1000x8201 32 and 25. log_prob's gradient asks for its column late:
-// 520x28168 36 and 48, 971x61940 168 and 267, 1538x5496 24 and 29, but 143x2928 5.1 and 3.9, 7x50592 7.4 and 6.5.
+// On an H100 (tools/rows_sweep.py). Half as long again by the others are 1024x128256 and 2048x50304, but 16384x2048 takes
+// 67 us and 59 in a block's registers. log_prob's gradient asks for its column late: few rows lose.
 bool softmax_spread_prefers(const Softmax &p) {
   const bool whole = rows_whole(p), log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
   if (p.kind == SoftmaxKind::log_prob_backward) return p.rows > 24 && p.n > (whole ? 2 : 4) * kRowLanes;
@@ -277,45 +238,43 @@ bool softmax_spread_prefers(const Softmax &p) {
 
 pydet_status softmax_spread(const Softmax &p) {
   const char *name = "softmax_spread";
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    auto run = [&](auto shape, auto in_pieces) {
-      constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
-      const bool log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
-      return log ? launch_spread(name, p, shape, 0, softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>)
-                 : launch_spread(name, p, shape, S * shape.T * W * 4,
-                                 softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>);
-    };
-    if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
-    return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+      auto run = [&](auto shape, auto in_pieces) {
+        constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
+        const bool log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
+        return log ? launch_spread(name, p, shape, 0, softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>)
+                   : launch_spread(name, p, shape, S * shape.T * W * 4,
+                                   softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>);
+      };
+      if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
+      return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
+    });
   });
 }
 
 bool softmax_backward_spread_takes(const SoftmaxBackward &p) {
   return rows_whole(p) && p.n <= (p.dy.type == Type::f32 ? 16 : 32) * kRowLanes && p.rows <= kMostRows;
 }
-// Measured on an H100, us, gradients here and before: 4096x32000 260 and 342, of the logarithm 260 and 409, 64x32000 6.9
-// and 10.0, 2000x50304 201 and 251, 4096x16384 134 and 136, 64x8192 2.9 and 3.2; of the logarithm 1x50304 6.7 and 4.5.
 bool softmax_backward_spread_prefers(const SoftmaxBackward &p) {
   return p.n > 2 * kRowLanes && !(p.log && p.rows <= 24 && p.n > 8 * kRowLanes);
 }
 
 pydet_status softmax_backward_spread(const SoftmaxBackward &p) {
   const char *name = "softmax_backward_spread";
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-    return with_gradient_cluster(p.n, [&](auto shape) {
-      constexpr int C = shape.C, W = shape.W, V = shape.V, A = shape.kAtOnce;
-      static_assert(shape.S == 0);
-      if constexpr (type == Type::f32 && V > 16) {
-        return PYDET_UNSUPPORTED;
-      } else {
-        return launch_spread(name, p, shape, 0,
-                             p.log ? softmax_backward_spread_kernel<type, C, W, V, A, true>
-                                   : softmax_backward_spread_kernel<type, C, W, V, A, false>);
-      }
+  return on_device(name, p, [&] {
+    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
+      return with_gradient_cluster(p.n, [&](auto shape) {
+        constexpr int C = shape.C, W = shape.W, V = shape.V, A = shape.kAtOnce;
+        static_assert(shape.S == 0);
+        if constexpr (type == Type::f32 && V > 16) {
+          return pydet_status(PYDET_UNSUPPORTED);
+        } else {
+          return launch_spread(name, p, shape, 0,
+                               p.log ? softmax_backward_spread_kernel<type, C, W, V, A, true>
+                                     : softmax_backward_spread_kernel<type, C, W, V, A, false>);
+        }
+      });
     });
   });
 }

@@ -123,41 +123,23 @@ constexpr int64_t kFewRows = 512;
 
 // Calls f with a team that holds a row of n.
 template <class F> pydet_status with_shape(int64_t rows, int64_t n, const F &f) {
-  const bool few = rows <= kFewRows;
-  if (n <= 8 * 8) return f(StridedShape<8, 8, 0>{});
-  if (n <= 16 * 8) return f(StridedShape<16, 8, 4>{});
-  if (n <= 32 * 8) return f(StridedShape<32, 8, 4>{});
-  if (!few) {
-    if (n <= 32 * 10) return f(StridedShape<32, 10, 8>{});
-    if (n <= 32 * 12) return f(StridedShape<32, 12, 10>{});
-    if (n <= 32 * 16) return f(StridedShape<32, 16, 12>{});
-    if (n <= 32 * 24) return f(StridedShape<32, 24, 16>{});
-    if (n <= 32 * 32) return f(StridedShape<32, 32, 24>{});
-  }
-  if (n <= 128 * 8) return f(StridedShape<128, 8, 0>{});
-  if (n <= 128 * 12) return f(StridedShape<128, 12, 8>{});
-  return f(StridedShape<128, 16, 12>{});
+  if (n <= 32 * 8) return with_first<Singles<8, 8, 0>, Singles<16, 8, 4>, Singles<32, 8, 4>>(n, f);
+  if (rows > kFewRows && n <= 32 * 32)
+    return with_first<Singles<32, 10, 8>, Singles<32, 12, 10>, Singles<32, 16, 12>, Singles<32, 24, 16>,
+                      Singles<32, 32, 24>>(n, f);
+  return with_first<Singles<128, 8, 0>, Singles<128, 12, 8>, Singles<128, 16, 12>>(n, f);
 }
 template <int64_t longest, class F> pydet_status with_long_shape(int64_t n, const F &f) {
-  if (n <= 256 * 12) return f(StridedShape<256, 12, 8>{});
-  if (n <= 256 * 16) return f(StridedShape<256, 16, 12>{});
-  if (n <= 512 * 12) return f(StridedShape<512, 12, 8>{});
-  if constexpr (longest <= 512 * 16) {
-    return f(StridedShape<512, 16, 12>{});
-  } else {
-    if (n <= 512 * 16) return f(StridedShape<512, 16, 12>{});
-    if (n <= 1024 * 12) return f(StridedShape<1024, 12, 8>{});
-    return f(StridedShape<1024, 16, 12>{});
-  }
+  if constexpr (longest > 512 * 16)
+    if (n > 512 * 16) return with_first<Singles<1024, 12, 8>, Singles<1024, 16, 12>>(n, f);
+  return with_first<Singles<256, 12, 8>, Singles<256, 16, 12>, Singles<512, 12, 8>, Singles<512, 16, 12>>(n, f);
 }
 
-template <class Problem, class Shape>
-pydet_status launch_teams(const char *name, const Problem &p, Shape, void (*kernel)(Problem)) {
+// A kernel of teams for either size of elements.
+template <class Shape, class Problem>
+pydet_status launch_teams(const char *name, const Problem &p, void (*kernel)(Problem)) {
   constexpr int T = Shape::T;
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(divide_up(p.rows, kBlock<T> / T))),
-                  dim3(kBlock<T>)};
-  where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
-  return launch(where, kernel, p);
+  return launch(blocks_of(name, p, unsigned(divide_up(p.rows, kBlock<T> / T)), kBlock<T>), kernel, p);
 }
 
 constexpr int64_t kMostRows = int64_t(1) << 31;
@@ -166,10 +148,8 @@ constexpr int64_t kMostRows = int64_t(1) << 31;
 
 bool softmax_strided_takes(const Softmax &p) { return p.n <= kLongest && p.rows < kMostRows; }
 
-// Measured on an H100, us, softmax here, as whole vectors in registers and in shared memory. Of odd rows: 124356x309 80
-// and 620 in shared memory, 49696x1381 158 and 390, 300x3001 5.3 and 8.7, 20000x3001 134 and 255, 3171x4994 49 and 58,
-// 1000x12001 43 and 44. Of whole ones 300x4096 5.3 and 5.9 in registers, 300x12000 15.6 and 19.3 (18.7 in shared memory),
-// 64x16384 6.5 and 7.8, but 200x10000 10.4 (9.9), 512x10000 20.8 (18.5), 16384x2048 65 and 59.
+// Of odd rows all that a team holds; of whole ones few, where as whole vectors in registers they would leave much of the
+// device idle (tools/rows_sweep.py on an H100: 300x4096 5.3 us and 5.9, but 16384x2048 65 and 59).
 bool softmax_strided_prefers(const Softmax &p) {
   if (!rows_whole(p)) return p.n > kLongestSingly && p.n <= 8192;
   if (p.n > 8192) return p.rows > 24 && p.rows <= (p.n > 10240 ? 300 : 132);
@@ -177,30 +157,30 @@ bool softmax_strided_prefers(const Softmax &p) {
 }
 
 pydet_status softmax_strided(const Softmax &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_strided", guard.error());
+  const char *name = "softmax_strided";
   auto run = [&](auto shape) {
     constexpr int T = shape.T, V = shape.V, F = shape.F;
-    return launch_teams(
-        "softmax_strided", p, shape,
-        p.x.type == Type::f32 ? softmax_strided_kernel<4, T, V, F> : softmax_strided_kernel<2, T, V, F>);
+    return launch_teams<decltype(shape)>(
+        name, p, p.x.type == Type::f32 ? softmax_strided_kernel<4, T, V, F> : softmax_strided_kernel<2, T, V, F>);
   };
-  return p.n <= 2048 ? with_shape(p.rows, p.n, run) : with_long_shape<kLongest>(p.n, run);
+  return on_device(name, p,
+                   [&] { return p.n <= 2048 ? with_shape(p.rows, p.n, run) : with_long_shape<kLongest>(p.n, run); });
 }
 
 bool softmax_backward_strided_takes(const SoftmaxBackward &p) { return p.n <= kLongestBackward && p.rows < kMostRows; }
 bool softmax_backward_strided_prefers(const SoftmaxBackward &p) { return p.n > kLongestSingly && !rows_whole(p); }
 
 pydet_status softmax_backward_strided(const SoftmaxBackward &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("softmax_backward_strided", guard.error());
+  const char *name = "softmax_backward_strided";
   auto run = [&](auto shape) {
     constexpr int T = shape.T, V = shape.V, F = shape.F;
-    return launch_teams("softmax_backward_strided", p, shape,
-                        p.dy.type == Type::f32 ? softmax_backward_strided_kernel<4, T, V, F>
-                                               : softmax_backward_strided_kernel<2, T, V, F>);
+    return launch_teams<decltype(shape)>(name, p,
+                                         p.dy.type == Type::f32 ? softmax_backward_strided_kernel<4, T, V, F>
+                                                                : softmax_backward_strided_kernel<2, T, V, F>);
   };
-  return p.n <= 2048 ? with_shape(p.rows, p.n, run) : with_long_shape<kLongestBackward>(p.n, run);
+  return on_device(name, p, [&] {
+    return p.n <= 2048 ? with_shape(p.rows, p.n, run) : with_long_shape<kLongestBackward>(p.n, run);
+  });
 }
 
 }  // namespace pydet

@@ -78,6 +78,14 @@ inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, b
               view.name, shape_text(view).text, extent, extent, chunks);
 }
 
+// Of sums that begin at elements, to which no scale of the whole sum belongs.
+inline pydet_status want_scales_of_chunks(const char *op, const View &a_scale, const View &b_scale,
+                                          const ScaledGemm &gemm, const char *where) {
+  if (gemm.along_k || (!a_scale.present() && !b_scale.present())) return PYDET_OK;
+  return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want scales along k, or none, %s", op,
+              a_scale.present() ? "a_scale" : "b_scale", shape_text(a_scale.present() ? a_scale : b_scale).text, where);
+}
+
 // The options that scaled_gemm and scaled_grouped_gemm share, once `along_k` is known.
 template <class Options>
 pydet_status apply_scaled_options(const char *op, const View &a, const View &a_scale, const View &b_scale,
@@ -95,9 +103,7 @@ pydet_status apply_scaled_options(const char *op, const View &a, const View &a_s
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   if (options.accumulate && out.type != Type::f32)
     return fail(PYDET_INVALID_DTYPE, "%s: out is %s, want float32 under accumulate", op, type_name(out.type));
-  if (options.accumulate && !gemm->along_k && (a_scale.present() || b_scale.present()))
-    return fail(PYDET_INVALID_SHAPE, "%s: %s is %s, want scales along k, or none, under accumulate", op,
-                a_scale.present() ? "a_scale" : "b_scale", shape_text(a_scale.present() ? a_scale : b_scale).text);
+  if (options.accumulate) PYDET_TRY(want_scales_of_chunks(op, a_scale, b_scale, *gemm, "under accumulate"));
   gemm->accumulate = options.accumulate != 0;
   return PYDET_OK;
 }

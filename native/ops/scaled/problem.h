@@ -68,7 +68,7 @@ template <> struct Operation<ScaledGemm> : AsAsked {
   template <class Show> static void memory(const ScaledGemm &g, Show show) {
     show(g.a.data, g.a_scale.data, g.b.data, g.b_scale.data, g.bias.data, g.out.data);
   }
-  using Functions = FunctionList<pydet_scaled_gemm>;
+  using Functions = FunctionList<pydet_scaled_gemm, pydet_scaled_gemm_workspace>;
   static Items<pydet_exchange_method> python();
   static Items<pydet_xla_handler> xla();
 };

@@ -10,7 +10,7 @@ struct ScaledGemmArguments {
                   out_dtype,  // a type index or None
                   accumulate, arithmetic,
                   k_chunk,  // None: 128
-                  kernel, stream);
+                  initial, kernel, stream);
 };
 
 struct QuantizeArguments {
@@ -45,6 +45,8 @@ Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *
   ScaledCall<pydet_scaled_gemm_options> of;
   if (!call.arguments(names_of<ScaledGemmArguments>, 2, args, count, keywords, &given)) return nullptr;
   if (!of.read(call, given)) return nullptr;
+  Operand *initial = call.read_optional("initial", given.initial);
+  if (!initial) return nullptr;
   const pydet_tensor &a = of.a->tensor, &b = of.b->tensor;
   const bool matrices = sound(a, 2) && sound(b, 2);
   int ndim = 0;
@@ -52,6 +54,17 @@ Object *call_scaled_gemm(Object *, Object *const *args, intptr_t count, Object *
   if (matrices) product_shape(Product::gemm, a, b, &ndim, shape);
   if (!of.make_out(call, "scaled_gemm", matrices, ndim, shape)) return nullptr;
   const int64_t depth = sound(a, 1) ? a.shape[a.ndim - 1] : 0;
+  of.options.initial = tensor_of(initial);
+  if (initial->present && of.out->present && sound(of.out->tensor, 2) &&
+      type_index(of.out->tensor.dtype) != int(Type::f32)) {
+    const pydet_tensor &result = of.out->tensor;
+    const int64_t n = result.shape[result.ndim - 1], m = result.shape[result.ndim - 2];
+    const int64_t batch = m > 0 && n > 0 ? elements(result) / m / n : 0;
+    uint64_t bytes = 0;
+    if (call.library().call<pydet_scaled_gemm_workspace>(batch, m, n, depth, &of.options, &bytes) != PYDET_OK)
+      bytes = 0;  // the operation will say it better
+    if (!call.make_workspace(bytes, &of.options.workspace, &of.options.workspace_size)) return nullptr;
+  }
   const bool done = call.run(of.out->present ? product_work(of.out->tensor, depth) : 0, [&](void *stream) {
     return call.library().call<pydet_scaled_gemm>(stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b),
                                                   tensor_of(of.b_scale), tensor_of(of.bias), tensor_of(of.out),

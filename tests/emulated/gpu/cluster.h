@@ -6,9 +6,6 @@
 namespace pydet {
 namespace {
 
-constexpr int kClusterBlocks = 4;  // of the norms
-
-inline bool in_cluster() { return emulated::cluster_blocks() > 1; }
 inline void expect_from_cluster(uint64_t *arrived, int bytes) {
   if (threadIdx.x == 0) *arrived = uint64_t(bytes);
   __syncwarp();

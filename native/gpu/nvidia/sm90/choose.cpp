@@ -62,10 +62,18 @@ struct Extents {
 
 // What a block waits for a row of 64 k of an operand, in nanoseconds, where all blocks ask the L2 at once: longer where
 // rows do not begin at its lines of 128 bytes, so that each of these is in two of them. An H100, of 44 tiles at K = 4288,
-// 4320, 4304 and 4312.
+// 4320 and 4304; 4312 as it is since the L2 asks for no neighbours there (tensor_map.h), on an H200.
 double line_of(const Sm90Operand &operand) {
   const int64_t bytes = operand.rows == 1 ? 0 : 2 * operand.row_stride;
-  return bytes % 128 == 0 ? 1.75 : bytes % 64 == 0 ? 2.2 : bytes % 32 == 0 ? 2.45 : 3.3;
+  return bytes % 128 == 0 ? 1.75 : bytes % 64 == 0 ? 2.2 : bytes % 32 == 0 ? 2.45 : 2.9;
+}
+
+// Products of many waves run at the card's power limit, where time is energy. A warpgroup that makes n columns reads 64 + n
+// rows of shared memory for 64 n products: so much longer than at n = 256 does a full wave take. Of an H200, 22 products
+// of 513 to 7,353 rows, each of up to nine tiles repeated for 0.1 s.
+double heat_of(const Sm90Tile &tile) {
+  constexpr double kHeat = 6, kCool = 256;
+  return 1 + kHeat * (1.0 / tile.n - 1 / kCool);
 }
 
 // Of the problem as the tile sees it, in nanoseconds. tools/sm90_fit.py has the same terms.
@@ -79,7 +87,8 @@ double time_of(const Sm90Tile &tile, const Sm90Rate &rate, const Extents &e, int
   const double stages = e.chunk ? double(divide_up(e.chunk, kBlockK)) * e.k / e.chunk : double(divide_up(e.k, kBlockK));
   const double memory = (double(e.m) * e.k + double(e.n) * e.k + double(e.m) * e.n) * e.batches / 1024;
   const double blocks = double(divide_up(e.m, tile.m)) * divide_up(e.n, tile.n) * e.batches;
-  double time = stages * (full * rate.full + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once;
+  double time =
+      stages * (full * rate.full * heat_of(tile) + rate.stage + filled * rate.filled) + waves * rate.wave + rate.once;
   double element_rate = rate.memory + rate.idle * (1 - blocks / (tiles * tile.cluster()));
   if (blocks < multiprocessors) element_rate += rate.unfilled * (1 - blocks / multiprocessors);
   if (e.m <= kFew || e.n <= kFew) time += stages * rate.few_stage + rate.few_once, element_rate += rate.few_memory;
@@ -193,8 +202,11 @@ int fastest_scaled_tile(const ScaledGemm &g) {
   int best = 0;
   double least = time_of(kFp8Tiles[best]);
   for (int i = 1; i < kFp8TileCount; ++i) {
-    if (!scaled_tile_takes(g, i) || g.m <= kFp8Tiles[i].too_few_rows) continue;
-    const double time = time_of(kFp8Tiles[i]);
+    const Fp8Tile &tile = kFp8Tiles[i];
+    if (!scaled_tile_takes(g, i) || g.m <= tile.too_few_rows) continue;
+    if (tile.cluster_m > 1 && g.m <= tile.m)
+      continue;  // half of its blocks have no rows: 72x11264x3328 1.4 times as long
+    const double time = time_of(tile);
     if (time < least) best = i, least = time;
   }
   return best;

@@ -108,6 +108,8 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_192x192_handover", 192, 192, 2, 1, false, kForward | kTurnedB, kNoLayout, true},
     {"cuda_gemm_sm90_192x192_wide_handover", 192, 192, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
     {"cuda_gemm_sm90_128x160_wide_swapped_handover", 128, 160, 1, 2, true, kForward | kTurnedA, kNoLayout, true},
+    {"cuda_gemm_sm90_128x256_handover", 128, 256, 2, 1, false, kForward | kTurnedB, kNoLayout, true},
+    {"cuda_gemm_sm90_128x192_2x2", 128, 192, 2, 2, false, kForward | kTurnedB, kNoLayout},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 
