@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kWalkers = 128;  // threads of a block
 // Blocks whose registers a multiprocessor is to hold.
-template <int kRounds> constexpr int kBlocksHeld = kRounds <= 4 ? 3 : 2;
+template <int kRounds, int kOwn> constexpr int kBlocksHeld = kRounds <= 4 && kOwn == 1 ? 3 : 2;
 constexpr int64_t kMostOwnDecays = 256;  // of states with a decay each, beyond which registers spill
 
 // Of a thread kOwn columns; a block's: those of a warp are neighbours.
@@ -86,7 +86,7 @@ __device__ __forceinline__ void walk_tile(int begin, int count, const Step &step
 
 // whole: the states are all that the rounds have.
 template <int kRounds, int kOwn, bool whole, bool each_state>
-__global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
+__global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds, kOwn>)
     selective_scan_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   static_assert(!each_state || kOwn == 1);
   using Own = Tile<kRounds, kOwn>;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
 template <int kRounds, int kOwn, bool whole>
-__global__ void __launch_bounds__(kWalkers, kOwn == 2 ? 2 : kBlocksHeld<kRounds>)
+__global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds, kOwn>)
     gated_delta_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   using Own = Tile<kRounds, kOwn>;
   constexpr int kTokens = Own::kTokens, kGroup = whole && kRounds <= 4 ? 2 : 1;
@@ -321,7 +321,7 @@ pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, in
 constexpr int kMostPairedRounds = 4;
 // Whether blocks of one column a thread are more than the multiprocessors hold at a time.
 template <int kRounds> bool pairs_pay(const Device &device, int64_t blocks) {
-  return blocks > kBlocksHeld<kRounds> * gpu_multiprocessors(device.id);
+  return blocks > kBlocksHeld<kRounds, 1> * gpu_multiprocessors(device.id);
 }
 
 }  // namespace
