@@ -454,6 +454,13 @@ def test_selective_scan(device, kernel, dtype):
     given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
     scans.same(device.selective_scan(*given, **own), pydet.selective_scan(*given, **own))
     assert device.taken == len(scans.SCANS) + 4
+    # Columns enough for two of a thread, the last ones alone; rows that are no whole pieces.
+    for sizes in ((1, 11, 8449, 1, 1, 32), (1, 9, 2, 33, 1, 128)):
+        given = scans.scan_of(*sizes, dtype)
+        want = pydet.selective_scan(*given, return_final=True)
+        scans.same(device.selective_scan(*given, return_final=True), want, sizes)
+        given = [*given[:3], *(np.asfortranarray(y) for y in given[3:5]), given[5]]
+        scans.same(device.selective_scan(*given, return_final=True), want, sizes)
 
 
 @each("gated_delta")
@@ -464,6 +471,12 @@ def test_gated_delta(device, kernel, dtype):
     given = scans.delta_of(1, 20, 2, 8, 1, 20, dtype)
     scans.same(device.gated_delta(*given, **own), pydet.gated_delta(*given, **own))
     assert device.taken == len(scans.SCANS) + 4
+    for sizes in ((1, 5, 133, 65, 1, 32), (1, 9, 2, 33, 1, 128)):  # two columns of a thread, as above
+        given = scans.delta_of(*sizes, dtype)
+        want = pydet.gated_delta(*given, return_final=True)
+        scans.same(device.gated_delta(*given, return_final=True), want, sizes)
+        given = [*(np.asfortranarray(y) for y in given[:2]), *given[2:]]
+        scans.same(device.gated_delta(*given, return_final=True), want, sizes)
 
 
 @each("causal_conv1d")
@@ -474,20 +487,31 @@ def test_causal_conv1d(device, kernel, dtype):
 
 @each("selective_scan_backward")
 def test_selective_scan_backward(device, kernel, dtype):
-    """The CPU's cases, states of two and eight rounds, a group of several blocks of columns."""
-    more = [(1, 9, 2, 5, 1, 256), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8)]
+    """The CPU's cases, states of two and eight rounds, a group of several blocks of columns, several tiles of whole
+    rounds with one decay (even numbers have one)."""
+    more = [(1, 9, 2, 5, 1, 256), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8), (1, 9, 1, 2, 1, 40)]
+    more += [(1, 37, 1, 34, 1, 128), (1, 33, 2, 2, 2, 32), (2, 66, 1, 3, 1, 32)]
     scan_gradients.check_selective_scan_backward(device, dtype, scan_gradients.GRADIENTS + more)
-    given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
-    scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
-    assert device.taken == len(scan_gradients.GRADIENTS) + 4
+    for states in (20, 128):
+        given = scans.scan_of(1, 20, 2, 8, 1, states, dtype)
+        scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
+    assert device.taken == len(scan_gradients.GRADIENTS) + 9
 
 
 @each("gated_delta_backward")
 def test_gated_delta_backward(device, kernel, dtype):
-    more = [(1, 10, 2, 3, 1, 64), (1, 9, 2, 5, 1, 256), (1, 3, 4, 40, 2, 8)]
+    more = [
+        (1, 10, 2, 3, 1, 64),
+        (1, 9, 2, 5, 1, 256),
+        (1, 3, 4, 40, 2, 8),
+        (1, 37, 1, 34, 1, 128),
+        (2, 66, 2, 3, 1, 32),
+    ]
     scan_gradients.check_gated_delta_backward(device, dtype, scan_gradients.GRADIENTS + more)
-    scan_gradients.check_pack(device, "gated_delta_backward", scans.delta_of(1, 20, 2, 8, 1, 20, dtype), dtype)
-    assert device.taken == len(scan_gradients.GRADIENTS) + 4
+    for keys in (20, 128):
+        given = scans.delta_of(1, 20, 2, 8, 1, keys, dtype)
+        scan_gradients.check_pack(device, "gated_delta_backward", given, dtype)
+    assert device.taken == len(scan_gradients.GRADIENTS) + 7
 
 
 @each("causal_conv1d_backward")
