@@ -395,5 +395,21 @@ def test_a_converted_model_has_the_bits_of_the_composition(transformers, family)
             same(x, found[1][name])
 
 
+def test_a_conversion_under_another_device(transformers):
+    """As engines convert, which make models under `torch.device("cuda")`: what is tried on the way is a CPU's."""
+    found = []
+    for device in ("cpu", "meta"):
+        model = model_of(transformers, "llama", torch.bfloat16)
+        model.set_attn_implementation("pydet")
+        with torch.device(device):
+            report = pt.convert(model)
+        tables = [module.makes_table for module in model.modules() if isinstance(module, rotary.Rotary)]
+        ids = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            found.append((report.swapped, report.left, tables, model(ids, use_cache=False).logits))
+    assert found[0][:3] == found[1][:3] and found[0][2] == [True]
+    same(found[0][3], found[1][3])
+
+
 def name_of(model, module):
     return next(name for name, x in model.named_modules() if x is module)

@@ -48,15 +48,17 @@ def test_it_is_inert_unless_asked(value):
     assert "pydet" in loaded and not loaded & {"torch", "vllm"}
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.32.1", "1.0.0", "0.32.0rc1"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.26.1", "0.31.9", "0.32.1", "1.0.0", "0.32.0rc1"])
 def test_an_unknown_version_is_refused(engine, version):
     engine(version)
-    with pytest.raises(pydet.Error, match=rf"^pydet\.vllm: vLLM is {version}, want 0\.32\.0: of another version"):
+    want = rf"^pydet\.vllm: vLLM is {version}, want 0\.26\.0 or 0\.32\.0: of another version"
+    with pytest.raises(pydet.Error, match=want):
         pydet.vllm.register()
 
 
-def test_a_known_version_goes_on(engine, monkeypatch):
-    engine(f"{KNOWN}+cpu")
+@pytest.mark.parametrize("version", pydet.vllm.VERSIONS)
+def test_a_known_version_goes_on(engine, monkeypatch, version):
+    engine(f"{version}+cpu")
     monkeypatch.setenv("PYDET_VLLM", "kv_chunk=256")
     installed = []
     fake = types.ModuleType("pydet.vllm.engine")

@@ -140,12 +140,13 @@ def _makes_table(module: Any) -> bool | None:
     stand_in = copy.copy(module)
     stand_in.__dict__["_buffers"] = {**module._buffers, "inv_freq": frequencies.detach().cpu()}
     stand_in.makes_table = None
-    places = torch.tensor([[0, 1, 2, 3, 1000, 4095, 65_537, 131_071, 999_983], [5, 7, 12, 31, 0, 77, 8191, 50_000, 9]])
+    some = [[0, 1, 2, 3, 1000, 4095, 65_537, 131_071, 999_983], [5, 7, 12, 31, 0, 77, 8191, 50_000, 9]]
+    places = torch.tensor(some, device="cpu")
     twice: bool | None = None
     for dtype in DTYPES:
-        x = torch.empty(1, dtype=dtype)
+        x = torch.empty(1, dtype=dtype, device="cpu")
         try:
-            with torch.no_grad(), Written():
+            with torch.device("cpu"), torch.no_grad(), Written():
                 found = type(module).forward(stand_in, x, places)
             twice = found[0].shape[-1] == 2 * len(frequencies)
             stand_in.makes_table = twice

@@ -20,7 +20,7 @@ from pydet.ops import Arithmetic
 from pydet.plugins import Settings
 
 VARIABLE = "PYDET_VLLM"
-VERSIONS = ("0.32.0",)  # whose modules were read and run
+VERSIONS = ("0.26.0", "0.32.0")  # whose modules were read and run
 
 
 def parse(text: str) -> Settings | None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -26,7 +27,9 @@ MARK = "pydet_took"  # an attribute of vLLM's Attention layers in a model that w
 
 
 class Builder(AttentionMetadataBuilder[Step]):
-    """Makes a step's :class:`~pydet.torch.serving.Step`."""
+    """Makes a step's :class:`~pydet.torch.serving.Step`. Its tensors are vLLM's own, which a graph reads again."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -102,7 +105,7 @@ class Impl(AttentionImpl[Step]):
     ) -> None:
         """Copies a step's keys and values into their pages."""
         keys, values = self._halves(kv_cache)
-        if key.is_cuda:  # not run: padded slots are -1 there, and the host does not look
+        if key.is_cuda:  # padded slots are -1 there, and the host does not look
             from vllm._custom_ops import reshape_and_cache_flash
 
             scales = layer._k_scale, layer._v_scale
@@ -161,6 +164,13 @@ class Backend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """What vLLM 0.32 gives to all, and 0.26 asks for."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -16,9 +16,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models.transformers.fusers import rms_norm as fused_norms
-from vllm.transformers_utils.config import iter_rope_parameters
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from pydet.ops.activation import Kind
@@ -103,6 +104,7 @@ _GEMMA_NORMS = {layernorm.GemmaRMSNorm: 1.0, fused_norms.TPAwareGemmaRMSNorm: 1.
 _ROTARY = (rotary_embedding.RotaryEmbedding, Llama3RotaryEmbedding)
 _PARTS = (ApplyRotaryEmb,)  # of a module above, which does not call them
 _EXACT = (activation.ReLUSquaredActivation,)  # steps that each are rounded once
+_GRAPHS = ("NONE", "FULL_DECODE_ONLY")  # whole steps, of one token a sequence
 _LINEAR = (linear.ReplicatedLinear, linear.ColumnParallelLinear, linear.RowParallelLinear)
 
 
@@ -120,9 +122,26 @@ def _operation(module: Any) -> Callable[..., Any] | str | None:
     if kind in _ACTIVATIONS:
         return functools.partial(functions.activation, kind=_ACTIVATIONS[kind])
     if kind in _ROTARY:
-        with rotary.Written():  # as the converted model's, which PyTorch's own miss by a bit here and there
+        # As the converted model's, which PyTorch's own miss by a bit here and there, and a GPU's powers do too.
+        with torch.device("cpu"), rotary.Written():
             module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
         return functools.partial(_rotate, module)
+    return None
+
+
+def _frequencies(module: Any) -> str | None:
+    """Computes those of a rotary embedding of Transformers' on a CPU, as a model is loaded there: a GPU has other
+    powers. Or says why it cannot."""
+    own = {name: x for name, x in module._buffers.items() if "inv_freq" in name and x is not None}
+    if all(x.is_cpu for x in own.values()):
+        return None
+    try:
+        with torch.device("cpu"):
+            again = type(module)(module.config)
+        for name, x in own.items():
+            x.copy_(again._buffers[name])
+    except Exception as problem:  # of a class of anyone's
+        return f"its frequencies were computed on a GPU and cannot be on a CPU ({type(problem).__name__}: {problem})"
     return None
 
 
@@ -172,6 +191,17 @@ def _logits(module: Any, dtype: torch.dtype) -> bool | str:
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
 
+def _graphs(config: VllmConfig) -> str:
+    """What vLLM captures; nothing on a CPU."""
+    return str(getattr(config.compilation_config.cudagraph_mode, "name", "NONE"))
+
+
+def _ropes(text: Any) -> list[str]:
+    """Kinds of a model's rotary embeddings; a type of layers may have one of its own."""
+    given = getattr(text, "rope_parameters", None) or {}
+    return [x["rope_type"] for x in (given.values() if is_rope_parameters_nested(given) else [given]) if x]
+
+
 def check(config: VllmConfig) -> None:
     """Refuses an engine's settings under which something other than pydet would decide bits.
 
@@ -179,20 +209,19 @@ def check(config: VllmConfig) -> None:
         Error: which, and what is wanted.
     """
     model, parallel = config.model_config, config.parallel_config
-    cache, mode = config.cache_config.cache_dtype, config.compilation_config.mode
+    cache, mode, graphs = config.cache_config.cache_dtype, config.compilation_config.mode, _graphs(config)
     types = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     own = types.get(model.dtype, "none of pydet's types")
     text = model.hf_config.get_text_config()
-    ropes = [x["rope_type"] for x in iter_rope_parameters(text)]
-    dynamic = next((x for x in ropes if x in ("dynamic", "longrope")), None)
+    dynamic = next((x for x in _ropes(text) if x in ("dynamic", "longrope")), None)
     scaled = next((x for x in SCALES if getattr(text, x, None) not in (None, 1)), None)
     checks: tuple[tuple[bool, str, str], ...] = (
         (own not in types.values(), f"the model is {model.dtype}", "float32, bfloat16 or float16"),
         (model.runner_type != "generate", f"the runner is {model.runner_type!r}", "'generate'"),
         (
-            mode != CompilationMode.NONE or not model.enforce_eager,
+            mode != CompilationMode.NONE or not (model.enforce_eager or graphs in _GRAPHS),
             "the model would be compiled, and its steps then rounded elsewhere",
-            "enforce_eager=True",
+            "enforce_eager=True, or compilation_config={'mode': 0, 'cudagraph_mode': 'FULL_DECODE_ONLY'}",
         ),
         (config.quant_config is not None, f"the model is quantised ({model.quantization})", "weights of its own type"),
         (cache not in ("auto", own), f"kv_cache_dtype is {cache!r}", f"'auto' or {own!r}"),
@@ -221,9 +250,14 @@ def check(config: VllmConfig) -> None:
     refuse("pydet.vllm", checks)
 
 
-def _calls_attention(module: Module) -> bool:
-    """Its attention is a layer of vLLM's that was taken."""
-    return any(getattr(x, MARK, False) for x in module.modules())
+def _calls_attention(apart: bool, module: Module) -> bool:
+    """Its attention is a layer of vLLM's that was taken.
+
+    Args:
+        apart: such layers are no modules of the model, which finds them by their number (vLLM 0.26's of Transformers).
+    """
+    by_number = apart and getattr(getattr(module, "config", None), "_attn_implementation", None) == "vllm"
+    return by_number or any(getattr(x, MARK, False) for x in module.modules())
 
 
 def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
@@ -240,16 +274,22 @@ def take(model: Module, config: VllmConfig, settings: Settings) -> Conversion:
     """
     check(config)
     report, skipped = Conversion(), set()
-    for name, module in model.named_modules():
+    named, layers = dict(model.named_modules()), config.compilation_config.static_forward_context
+    inside = set(named.values())
+    apart = {name: layer for name, layer in layers.items() if layer not in inside}
+    for name, module in (named | apart).items():
         if isinstance(module, _PARTS):
             skipped.add(name)
             continue
-        took = _takes(module, settings, config.model_config.dtype)
+        took = _takes(module, settings, config.model_config.dtype) or _frequencies(module)
         if took is True:
             report.swapped[name] = type(module).__qualname__
         elif took:
             report.left[name] = f"{type(module).__qualname__}: {took}"
-    return complete("pydet.vllm", model, report, skipped, settings, _calls_attention, log)
+        if apart and not isinstance(module, AttentionLayerBase) and getattr(module, "sinks", None) is not None:
+            report.left[name] = f"{type(module).__qualname__}: this vLLM leaves its sinks out"
+    calls = functools.partial(_calls_attention, bool(apart))
+    return complete("pydet.vllm", model, report, skipped, settings, calls, log)
 
 
 def install(settings: Settings) -> None:
@@ -257,16 +297,20 @@ def install(settings: Settings) -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, "pydet.vllm.attention.CpuBackend")
     register_backend(AttentionBackendEnum.CUSTOM, "pydet.vllm.attention.Backend")
     sampling.install()
-    make = BaseModelLoader.create_model
+    make = base_loader.initialize_model
     if hasattr(make, "pydet_settings"):
         make.pydet_settings = settings
         return
 
     @functools.wraps(make)
-    def create_model(self: Any, vllm_config: VllmConfig, *arguments: Any, **options: Any) -> Module:
-        model = make(self, vllm_config, *arguments, **options)
-        take(model, vllm_config, create_model.pydet_settings)  # type: ignore[attr-defined]
+    def initialize_model(vllm_config: VllmConfig, *arguments: Any, **options: Any) -> Module:
+        attention = vllm_config.attention_config
+        if attention.backend is None and not current_platform.is_cpu():
+            attention.backend = AttentionBackendEnum.CUSTOM
+        model = make(vllm_config, *arguments, **options)
+        with torch.device("cpu"):  # what is tried on the way; vLLM makes models under its own device
+            take(model, vllm_config, initialize_model.pydet_settings)  # type: ignore[attr-defined]
         return model
 
-    create_model.pydet_settings = settings  # type: ignore[attr-defined]
-    BaseModelLoader.create_model = create_model
+    initialize_model.pydet_settings = settings  # type: ignore[attr-defined]
+    base_loader.initialize_model = initialize_model

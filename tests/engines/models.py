@@ -45,9 +45,9 @@ def folder(name, tmp):
 
 
 @functools.lru_cache
-def converted(path, dtype):
+def converted(path, dtype, device="cpu"):
     pydet.torch.register_attention()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(device)
     model.set_attn_implementation("pydet")
     pydet.torch.convert(model)
     return model
@@ -72,18 +72,18 @@ def compare(model, asked, found, scaled=False):
     wrong, strange, count = 0, 0, 0
     for request, answer in zip(asked, found, strict=True):
         prompt, tokens = request["prompt"], answer["tokens"]
-        whole, given = torch.tensor(prompt + tokens), request["sampling"]
+        whole, given = torch.tensor(prompt + tokens, device=model.device), request["sampling"]
         with torch.no_grad():
             logits = model(whole[None]).logits[0, :-1]
         wide = logits.float().clone()
         if scaled:
             wide[len(prompt) - 1 :] /= torch.tensor(given["temperature"] or 1.0)
-        want = pydet.torch.log_prob(wide, whole[1:])
+        want = pydet.torch.log_prob(wide, whole[1:]).cpu()
         got = torch.tensor(answer["prompt"] + answer["log_probs"])
         wrong += (got != want[-len(got) :]).sum().item()
         count += len(got)
-        places = torch.arange(len(prompt), len(whole))
+        places = torch.arange(len(prompt), len(whole), device=model.device)
         how = {name: given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given}
         own = pydet.torch.sample(logits[len(prompt) - 1 :], torch.full_like(places, given["seed"]), places, **how)[0]
-        strange += (own != torch.tensor(tokens)).sum().item()
+        strange += (own.cpu() != torch.tensor(tokens)).sum().item()
     return wrong, strange, count
