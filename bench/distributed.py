@@ -7,9 +7,11 @@
 Parts: bits (random shapes by every method, and by all-reduces as negative controls), mesh (the model of
 examples/parallel.py, tensor times data parallel, in every shape of the ranks), row (row-parallel linear layers),
 dp (a reduce-scatter of gradients), layer (the linear layers, norms and activation of a decoder layer, at decode), step
-(forward and backward of it), whole (a layer with attention: decoding with a cache, reading, a step of training). Times
-are of the slowest rank: medians of replays of a CUDA graph of several calls, each on other weights. Steps are eager, as
-training is. With --json the figures are written, with a table and a plot beside.
+(forward and backward of it), whole (a layer with attention: decoding with a cache, reading, a step of training),
+context (attention of a long sequence that the ranks share), experts (a mixture whose experts and tokens they share),
+head (log-probabilities over a vocabulary that they do). Times are of the slowest rank: medians of replays of a CUDA
+graph of several calls, each on other weights. Steps, context, experts and head are eager, as training is. With --json
+the figures are written, with a table and a plot beside.
 """
 
 import argparse
@@ -28,8 +30,9 @@ from pathlib import Path
 from bench import distributed_tables
 
 SEGMENTS = 8
-PARTS, ON_CPUS = ("bits", "mesh", "row", "dp", "layer", "step", "whole"), ("bits", "mesh")
-COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot")
+PARTS = ("bits", "mesh", "row", "dp", "layer", "step", "whole", "context", "experts", "head")
+ON_CPUS = ("bits", "mesh")
+COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot", "peer_stream")
 LAYERS = ((4096, 14336), (8192, 8192))  # N, K of row-parallel layers
 ROWS = (1, 4, 8, 16, 64, 256, 512, 2048, 4096, 8192)
 
@@ -540,6 +543,187 @@ def step(run):
     run.note("step", tokens=tokens, us=us, tokens_per_second=rate, differ=differ)
 
 
+LONG = (65536, 131072)  # tokens
+
+
+def context(run):
+    """us of causal attention of one sequence, and of its gradients: shared by the ranks, and on one GPU alone."""
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    for tokens in LONG:
+        if run.over():
+            return
+        leaves = [
+            run.normal(1, heads, tokens, HEAD, seed=31 + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        ]
+        dy = run.normal(1, HEADS, tokens, HEAD, seed=34)
+        cut = lambda x: pd.shard_context(x, dim=2, layout="zigzag")  # noqa: E731
+        one = lambda q, k, v: pydet.torch.attention(q, k, v, scale=HEAD**-0.5, causal=True)  # noqa: E731
+        many = functools.partial(pd.context_parallel_attention, causal=True, layout="zigzag", scale=HEAD**-0.5)
+        us, found = {}, {}
+        for name, attend, its in (("one GPU", one, lambda x: x), ("the ranks", many, cut)):
+            given, gradient = [its(x).contiguous() for x in leaves], its(dy).contiguous()
+            with run.torch.no_grad():
+                us[f"{name}, forward"] = run.timed(lambda i, g=given, a=attend: a(*g), 3)
+
+            def step(i, given=given, gradient=gradient, attend=attend):
+                with_gradients = [x.detach().requires_grad_() for x in given]
+                y = attend(*with_gradients)
+                y.backward(gradient)
+                return [y.detach(), *(x.grad for x in with_gradients)]
+
+            us[f"{name}, step"] = run.timed(step, 2)
+            found[name] = [x if name == "the ranks" else cut(x) for x in step(0)]
+        differ = {
+            what: run.differ(got, want.contiguous())
+            for what, got, want in zip(("y", "dq", "dk", "dv"), found["the ranks"], found["one GPU"], strict=True)
+        }
+        times = {what: round(us[f"one GPU, {what}"] / us[f"the ranks, {what}"], 3) for what in ("forward", "step")}
+        run.note("context", tokens=tokens, us=us, times_one=times, differ=differ)
+
+
+EXPERTS, SLOTS, EXPERT_WIDTH, EXPERT_FFN = 128, 8, 2048, 768  # a mixture of Qwen3's 30B
+
+
+def experts(run):
+    """us of a mixture's forward and of a step, experts and tokens shared by the ranks; and on one GPU alone."""
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    torch, dist, world, rank = run.torch, run.dist, run.world, run.rank
+    each = EXPERTS // world
+
+    def plain(x, index, weights, up, down):
+        """What frameworks do: rows to their ranks and back, torch._grouped_mm, and sums by index_add_."""
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=EXPERTS)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        send, receive = (t.view(world, each).sum(1).tolist() for t in (counts, theirs))
+        rows = Exchanged.apply(x[order // SLOTS], send, receive)
+        to = torch.arange(each).repeat(world).repeat_interleave(theirs).argsort(stable=True)
+        ends = theirs.view(world, each).sum(0).cumsum(0).to(torch.int32)
+        gate, value = torch._grouped_mm(rows[to], up.mT, offs=ends).chunk(2, -1)
+        made = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.mT, offs=ends)
+        made = Exchanged.apply(torch.zeros_like(made).index_copy(0, to, made), receive, send)
+        made = made * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // SLOTS, made)
+
+    class Exchanged(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, send, receive):
+            ctx.splits = receive, send
+            got = rows.new_empty(sum(receive), rows.shape[1])
+            dist.all_to_all_single(got, rows.contiguous(), receive, send)
+            return got
+
+        @staticmethod
+        def backward(ctx, dy):
+            return Exchanged.apply(dy, *ctx.splits), None, None
+
+    def ours(x, index, weights, up, down, group=None):
+        def layers(rows, ends):
+            gate, value = torch.ops.pydet.grouped_gemm(rows, up.mT, ends, None, None, "auto", None).chunk(2, -1)
+            inner = pydet.torch.swiglu(gate, value)
+            return torch.ops.pydet.grouped_gemm(inner, down.mT, ends, None, None, "auto", None)
+
+        return pd.expert_parallel(x, index, weights, layers, EXPERTS, group=group)
+
+    up = run.normal(EXPERTS, 2 * EXPERT_FFN, EXPERT_WIDTH, seed=51) * 0.02
+    down = run.normal(EXPERTS, EXPERT_WIDTH, EXPERT_FFN, seed=52) * 0.02
+    own = lambda t: t.chunk(world)[rank].contiguous()  # noqa: E731
+    for tokens in (128, 4096):
+        x, dy = (run.normal(tokens, EXPERT_WIDTH, seed=seed) for seed in (53, 54))
+        generator = torch.Generator(run.device).manual_seed(55)
+        scores, index = torch.rand(tokens, EXPERTS, generator=generator).topk(SLOTS)
+        weights, us, found = (scores / scores.sum(-1, keepdim=True)).bfloat16(), {}, {}
+        whole_input, shared_input = (x, index, weights, up, down), [own(t) for t in (x, index, weights, up, down)]
+        calls = {
+            "plain": (plain, shared_input, own(dy)),
+            "expert_parallel": (ours, shared_input, own(dy)),
+            "one GPU": (functools.partial(ours, group=run.alone), whole_input, dy),
+        }
+        for name, (call, given, gradient) in calls.items():
+            with torch.no_grad():
+                us[f"{name}, forward"] = run.timed(lambda i, c=call, g=given: c(*g), 7)
+
+            def step(i, call=call, given=given, gradient=gradient):
+                leaves = [t if t.dtype == torch.int64 else t.detach().requires_grad_() for t in given]
+                y = call(*leaves)
+                y.backward(gradient)
+                return [y.detach(), *(t.grad for t in leaves if t.requires_grad)]
+
+            us[f"{name}, step"] = run.timed(step, 5)
+            found[name] = step(0)
+        parts = zip(("y", "dx", "dweights", "dup", "ddown"), found["expert_parallel"], found["one GPU"], strict=True)
+        run.note("experts", tokens=tokens, us=us, differ={what: run.differ(a, own(b)) for what, a, b in parts})
+
+
+VOCABULARY = 128256
+
+
+def head(run):
+    """us of log-probabilities of 4096 tokens over a vocabulary that the ranks share, with gradients."""
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    torch, dist, world, tokens = run.torch, run.dist, run.world, 4096
+    x, gradient = run.normal(tokens, WIDTH, seed=41), run.normal(tokens, seed=42, dtype=torch.float32)
+    whole_w = run.normal(VOCABULARY, WIDTH, seed=43) * 0.02
+    w = whole_w.chunk(world)[run.rank].contiguous()
+    index = torch.randint(0, VOCABULARY, (tokens,), generator=torch.Generator(run.device).manual_seed(44))
+    first = run.rank * len(w)
+
+    class Sum(torch.autograd.Function):
+        """The gradient of what all ranks have: summed over them."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, dx):
+            dx = dx.contiguous()
+            dist.all_reduce(dx)
+            return dx
+
+    def plain(x, w):
+        """Vocabulary-parallel cross entropy as frameworks have it: logits in memory, all-reduced maxima and sums."""
+        logits = torch.nn.functional.linear(Sum.apply(x), w).float()
+        largest = logits.detach().amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        sums = (logits - largest[:, None]).exp().sum(-1)
+        everyone = sums.detach().clone()
+        dist.all_reduce(everyone)
+        inside = (index >= first) & (index < first + len(w))
+        picked = logits.gather(1, torch.where(inside, index - first, 0)[:, None])[:, 0] - largest
+        return torch.where(inside, picked, 0) - sums / everyone.detach()  # its gradient is that of log p
+
+    ours = lambda x, w, group=None: pd.vocab_parallel_linear_log_prob(x, w, index, group=group)  # noqa: E731
+    calls = {
+        "plain, logits in memory": (plain, w),
+        "vocab_parallel_linear_log_prob": (ours, w),
+        "one GPU, segments": (lambda x, w: ours(x, w, run.alone), whole_w),
+        "one GPU, linear_log_prob": (lambda x, w: pydet.torch.linear_log_prob(x, w, index), whole_w),
+    }
+    us, found = {}, {}
+    for name, (call, weight) in calls.items():
+
+        def step(i, call=call, weight=weight):
+            given = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            y = call(*given)
+            y.backward(gradient)
+            return y.detach(), *(t.grad for t in given)
+
+        us[name] = run.timed(step, 5)
+        found[name] = step(0)
+    want, got = found["one GPU, segments"], found["vocab_parallel_linear_log_prob"]
+    parts = want[0], want[1], want[2].chunk(world)[run.rank].contiguous()
+    differ = {what: run.differ(a, b) for what, a, b in zip(("log p", "dx", "dw"), got, parts, strict=True)}
+    run.note("head", tokens=tokens, vocabulary=VOCABULARY, us=us, differ=differ)
+
+
 # ---- The whole -----------------------------------------------------------------------------------------------------
 
 
@@ -549,12 +733,10 @@ def rank_main(rank, given, port):
     if rank == 0:
         about = {"gpu": run.torch.cuda.get_device_name(), "nccl": run.torch.cuda.nccl.version()} if given.gpus else {}
         run.note("machine", ranks=run.world, torch=run.torch.__version__, seed=given.seed, **about)
-    sound, parts = (
-        True,
-        {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step, "whole": whole},
-    )
+    parts = {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step, "whole": whole}
+    parts |= {"context": context, "experts": experts, "head": head}
     for name in given.parts:
-        sound &= parts[name](run) is not False
+        parts[name](run)
     differ = [count for e in run.entries for count in _counts(e.get("differ", 0))]
     if rank == 0:
         print(f"{sum(differ)} elements differ from one rank's, in {time.time() - run.start:.0f} s")

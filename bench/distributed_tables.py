@@ -79,6 +79,16 @@ def report(entries):
         yield f"\nDecoder layer without its attention core, {e['m']} tokens, us: {times(e['us'])}; {e['differ']} differ"
     for e in (e for e in entries if e["part"] == "step"):
         yield f"\nForward and backward of it, {e['tokens']} tokens, tokens a second: {times(e['tokens_per_second'])}"
+    for e in (e for e in entries if e["part"] == "context"):
+        yield f"\nCausal attention of {e['tokens']} tokens, 32 heads of 8, d = 128, us: {times(e['us'])}"
+        yield f"Times as fast as one GPU: {times(e['times_one'])}; differ: {times(e['differ'])}"
+    for e in (e for e in entries if e["part"] == "experts"):
+        yield f"\nA mixture of 128 experts, {e['tokens']} tokens with 8 slots, us: {times(e['us'])}"
+        yield f"Differ: {times(e['differ'])}"
+    for e in (e for e in entries if e["part"] == "head"):
+        extents = f"{e['tokens']} tokens, {e['vocabulary']} columns"
+        yield f"\nLog-probabilities and gradients of {extents}, us: {times(e['us'])}"
+        yield f"Differ: {times(e['differ'])}"
     layers = [e for e in entries if e["part"] == "whole"]
     if layers:
         titles = list(layers[0]["us"])

@@ -203,6 +203,12 @@ def problems(operation, name, dtype):
                 tensors([(64, 256)] * 4, dtype),
                 capi.options("pydet_fold_options", kernel=name[0], order=order),
             )
+        room = np.zeros(4, np.uint64)  # no kernel runs here
+        memory = ffi.new("void *[]", 2 * [ffi.cast("void *", -room.ctypes.data % 16 + room.ctypes.data)])
+        peers = capi.options("pydet_fold_peers", ranks=2, memory=memory, memory_size=1 << 26)
+        given = capi.options("pydet_fold_options", kernel=name[0], peers=peers)
+        capi._alive[given] = capi._alive[given], room, memory, peers
+        yield "pydet_fold", tensors([(64, 256)] * 4, dtype), given
         return
     if operation.startswith("activation"):
         shapes = [(64, 256)] * (5 if operation == "activation_backward" else 3)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 DISAGREES, LATE, LEFT = lib.PYDET_FOLD_DISAGREES, lib.PYDET_FOLD_LATE, lib.PYDET_FOLD_LEFT
 KERNELS = ["cuda_fold_one_shot", "cuda_fold_two_shot"]
+STREAM = "cuda_fold_stream"
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +165,25 @@ def test_rank_0_may_give_the_sum_of_its_parts(count, kernel):
     assert ranks.kinds() == [0] * count
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_stream_folds_to_the_bits_of_one_fold(count):
+    """Of one unit a block, several chunks, several launches, aligned and not; small folds between."""
+    room = lib.PYDET_FOLD_BLOCKS * 1024
+    for own, n in ((1, 1), (4, 7), (3, 1025), (1, 4096), (4, 2 * room + 4), (1, 13 * room - 3)):
+        ranks = Ranks(count, own * count)
+        right(ranks, random((count * own, n), seed=n), kernel=STREAM, bias=random((n,), seed=1), word=n)
+        right(ranks, random((count, 1025), seed=n), kernel=KERNELS[n % 2])
+    ranks = Ranks(count, 4 * count)
+    for own, n in ((4, 1025), (3, 400004)):
+        parts, bias = random((count * own, n), seed=n), random((n,), seed=1)
+        outs = [np.full(n, 7, np.float16) for _ in range(count)]
+        mine = lambda r: [pydet.fold(parts[:own])] if r == 0 else list(parts[r * own : (r + 1) * own])  # noqa: B023
+        ranks.all(lambda r: ranks.fold(r, mine(r), outs[r], 1, kernel=STREAM, bias=bias, first_sums=own))  # noqa: B023
+        want = pydet.fold(parts, bias=bias, out_dtype="float16").tobytes()
+        assert all(out.tobytes() == want for out in outs), f"{own} parts of {n}"
+    assert ranks.kinds() == [0] * count
+
+
 def test_sums_of_other_counts_are_seen():
     ranks, outs = Ranks(2, 8), [np.zeros(3000, np.float32) for _ in range(2)]
     parts = lambda r: list(random((1 if r == 0 else 2, 3000)))
@@ -251,6 +271,10 @@ PAIRS = {  # what rank 0 has, and the last rank: (parts, n, word, options)
     "accumulate": ((1, (64,), 5, {}), (1, (64,), 5, {"accumulate": 1})),
     "kernels": ((1, (4096,), 5, {"kernel": KERNELS[0]}), (1, (4096,), 5, {"kernel": KERNELS[1]})),
     "types": ((1, (64,), 5, {}), (1, (64,), 5, {"dtype": "float16"})),
+    "a stream and another": ((1, (4096,), 5, {"kernel": STREAM}), (1, (4096,), 5, {"kernel": KERNELS[1]})),
+    "streams of sizes": ((1, (800000,), 5, {"kernel": STREAM}), (1, (800,), 5, {"kernel": STREAM})),
+    "streams the other way": ((2, (800,), 5, {"kernel": STREAM}), (2, (800000,), 5, {"kernel": STREAM})),
+    "words of streams": ((1, (800000,), 5, {"kernel": STREAM}), (1, (800000,), 6, {"kernel": STREAM})),
     "words": ((1, (64,), 5, {}), (1, (64,), 6, {})),
 }
 

@@ -55,6 +55,10 @@ def at_once(monkey, folder):
     copies = {
         "cuMemcpyDtoH_v2": lambda to, at, size: ctypes.memmove(to, at.value, size.value),
         "cuMemsetD8_v2": lambda at, value, size: ctypes.memset(at.value, value.value, size.value),
+        "cuMemcpyDtoDAsync_v2": lambda to, at, size, stream: ctypes.memmove(to, at, size),
+        "cuEventCreate": lambda event, flags: None,
+        "cuEventRecord": lambda event, stream: None,
+        "cuStreamWaitEvent": lambda stream, event, flags: None,
     }
     monkey.setattr(symmetric, "driver", lambda name, *arguments: copies[name](*arguments))
     monkey.setattr(symmetric, "_find", lambda group, device: Shared.of(group, device, folder))
@@ -139,7 +143,7 @@ def products(rank, world):
     import pydet.torch.distributed as pd
     from pydet.torch.distributed import relay
 
-    methods = ["auto", "peer_one_shot", "peer_two_shot", "push"] + ["relay"] * (world == relay.RANKS)
+    methods = ["auto", "peer_one_shot", "peer_two_shot", "peer_stream", "push"] + ["relay"] * (world == relay.RANKS)
     relay.SLABS, segments = ((0, 16),), 8
     for m, n, k in ((16, 40, 256), (100, 24, 400), (160, 8, 1024)):
         x, w, b = (torch.randn(shape, generator=torch.Generator().manual_seed(m)) for shape in ((m, k), (n, k), (n,)))

@@ -275,10 +275,12 @@ pydet_status round_elements(const Rounding &);
 bool fold_awaited_takes(const Fold &);
 bool fold_one_shot_takes(const Fold &);
 bool fold_two_shot_takes(const Fold &);
+bool fold_stream_takes(const Fold &);
 bool fold_one_shot_prefers(const Fold &);
 pydet_status fold_awaited(const Fold &);
 pydet_status fold_one_shot(const Fold &);
 pydet_status fold_two_shot(const Fold &);
+pydet_status fold_stream(const Fold &);
 
 // any/activation.cu
 pydet_status activation(const Activation &);

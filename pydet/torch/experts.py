@@ -33,7 +33,7 @@ _INTERFACE = ("config", "num_experts", "has_gate", "has_bias", "is_transposed", 
 # ---- Routing ---------------------------------------------------------------------------------------------------------
 
 
-class _Routing(NamedTuple):
+class Routing(NamedTuple):
     """Tokens times slots, sorted by expert: where each comes from, where it is now, and where an expert's end."""
 
     order: Tensor
@@ -41,16 +41,16 @@ class _Routing(NamedTuple):
     ends: Tensor
 
 
-def _route(index: Tensor, experts: int) -> _Routing:
+def route(index: Tensor, experts: int) -> Routing:
     """Of an expert's tokens the earlier come first. What is of no expert here (in expert parallelism) comes last."""
     ids, order = torch.sort(index.reshape(-1), stable=True)
     numbers = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
-    return _Routing(order, inverse, torch.searchsorted(ids, numbers, right=True, out_int32=True))
+    return Routing(order, inverse, torch.searchsorted(ids, numbers, right=True, out_int32=True))
 
 
-class _ToExperts(torch.autograd.Function):
+class ToExperts(torch.autograd.Function):
     """A row for each slot of each token, sorted; the gradient of a token sums its slots in their order."""
 
     @staticmethod
@@ -68,7 +68,7 @@ class _ToExperts(torch.autograd.Function):
         return torch.ops.pydet.gemm(ones, rows, None, None, "ieee")[:, 0], None, None
 
 
-class _FromExperts(torch.autograd.Function):
+class FromExperts(torch.autograd.Function):
     """The rows in the order in which they were before."""
 
     @staticmethod
@@ -81,9 +81,9 @@ class _FromExperts(torch.autograd.Function):
         return dy[ctx.saved_tensors[0]], None, None
 
 
-def _combine(rows: Tensor, weights: Tensor, routing: _Routing, dtype: torch.dtype) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """The sum of a token's results times its weights, in the order of its slots."""
-    rows = _FromExperts.apply(rows, routing.order, routing.inverse)
+    rows = FromExperts.apply(rows, routing.order, routing.inverse)
     common = torch.promote_types(rows.dtype, weights.dtype)
     rows = rows.to(common).view(*weights.shape, rows.shape[1])
     with torch.autocast(rows.device.type, enabled=False):
@@ -110,7 +110,7 @@ def _forward(
 ) -> Tensor:
     """What Transformers calls, with its names: ``[T, H]``, the experts of a token ``[T, slots]``, and their weights."""
     how = (module.arithmetic, module.k_chunk) if hasattr(module, "arithmetic") else how
-    routing = _route(top_k_index, module.num_experts)
+    routing = route(top_k_index, module.num_experts)
     accumulates = getattr(module, "accumulates", False) and torch.is_grad_enabled()
 
     def product(rows: Tensor, name: str) -> Tensor:
@@ -123,7 +123,7 @@ def _forward(
         matrices = w if module.is_transposed else w.mT
         return torch.ops.pydet.grouped_gemm(rows, matrices, routing.ends, bias, None, *how)
 
-    rows = _ToExperts.apply(hidden_states, routing.order, routing.inverse)
+    rows = ToExperts.apply(hidden_states, routing.order, routing.inverse)
     if module.has_gate:
         rows = module._apply_gate(product(rows, "gate_up_proj"))
     else:
@@ -131,7 +131,7 @@ def _forward(
     rows = product(rows, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
-    return _combine(rows, top_k_weights, routing, hidden_states.dtype)
+    return combine(rows, top_k_weights, routing, hidden_states.dtype)
 
 
 def _interface() -> Any:

@@ -230,6 +230,7 @@ void meet_some(int id, int count) {
   const int64_t all = (block->came[id]++ / count + 1) * count;
   wait_until([id, all] { return block->came[id] >= all; });
 }
+void let_others() { pause(State::runs); }
 int cluster_blocks() { return block->cluster->blocks; }
 void arrive_at_cluster() { ++block->cluster->arrivals, ++block->fiber().arrivals; }
 void meet_cluster() {

@@ -56,6 +56,9 @@ char *shared_begin();  // of the block's dynamic shared memory
 // Returns once it holds, which other threads see to.
 void wait_until(const std::function<bool()> &holds);
 
+// The other threads of the block go on meanwhile.
+void let_others();
+
 // Of a cluster: its blocks, how often all of this block's threads have arrived, and the place of block `rank` for this.
 int cluster_blocks();
 void arrive_at_cluster();

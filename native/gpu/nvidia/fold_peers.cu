@@ -4,6 +4,7 @@
 //
 //   one shot   every rank gets all parts and folds all of out                         count S n fp32 received, 1 meeting
 //   two shot   rank r gets the parts of its share of out, folds it, and gives it to all     1/ranks of that, 2 meetings
+//   stream     the same, and no meeting but the first: below, at the kernel
 //
 // The parts of rank 0 are the first of the order, so by two shots it sends what it has folded of them, one part instead of
 // all. Of two ranks its share is then the smaller one, by which as many bytes go either way: 3.75 n of 8 parts, not 9 n.
@@ -77,10 +78,21 @@ struct Plan {
   bool two_shot;
   bool prefix;   // rank 0 sends the fold of its parts
   int32_t each;  // parts of a rank, whether rank 0 gives them or their sum
+  // Of a stream:
+  int32_t chunk, chunks;            // units of a block in a chunk, and how many chunks there are
+  int32_t units[PYDET_FOLD_RANKS];  // of a block, of each rank's share, at most
 
   // Of a rank's parts among those that travel.
   __device__ __forceinline__ int first_slot(int rank) const {
     return prefix && rank > 0 ? 1 + (rank - 1) * each : rank * each;
+  }
+  // Parts of its share that a rank is sent.
+  __host__ __device__ __forceinline__ int sent_to(int rank) const { return slots - (prefix && rank == 0 ? 1 : each); }
+  // Slots in an area of rank `of` before the results of rank `from`.
+  __host__ __device__ __forceinline__ int before_results(int of, int from) const {
+    int before = units[of] * sent_to(of);
+    for (int rank = 0; rank < from; ++rank) before += rank == of ? 0 : units[rank];
+    return before;
   }
   __device__ __forceinline__ int64_t begin_of(int rank) const {
     return two_shot && rank > 0 ? first + (rank - 1) * share : 0;
@@ -426,6 +438,210 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     give_word(&board_of(peers, rank).state[blockIdx.x], meeting | ((first_area + plan.rounds) % 2 ? kSecondArea : 0));
 }
 
+// ---- A stream --------------------------------------------------------------------------------------------------------
+
+// Each block has room for all that it is sent, so nothing is waited for but what is folded next. Its warps but the last
+//
+//   send the parts of the other ranks' shares, a chunk of units after the other
+//   fold the chunks of their own share, as they come, and give the results to all
+//   take the others' results, as they come
+//
+// and count up what they have done of a chunk. The last warp sees that count and tells the other ranks, by a signal with
+// the chunk's number: so no thread that moves data waits until its stores have arrived. A rank that comes early sends all
+// it has. But no signal goes out beyond the first before the other rank's first one is there, with the right tag: whoever
+// reads a later number knows, as in the rounds above, that the ranks agree.
+constexpr int kMoving = kThreads / 32, kMostChunks = 8;
+constexpr int kStreamPart = 4;  // of rank 0's share, of two: 1 / (kStreamPart each) of all
+constexpr int kTogether = 8;    // parts that are loaded before the first of them is added
+
+template <bool by_four>
+__global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
+    fold_stream_kernel(const __grid_constant__ Fold p, const __grid_constant__ Plan plan) {
+  __shared__ uint32_t done[2 * kMostChunks], failed;
+  __shared__ uint64_t entered;
+  const Peers &peers = p.peers;
+  const int rank = peers.rank, ranks = peers.ranks, warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const int64_t n = p.size;
+  wait_for_previous_kernel();
+  if (threadIdx.x == 0) entered = enter(peers);
+  if (threadIdx.x < 2 * kMostChunks) done[threadIdx.x] = 0;
+  if (threadIdx.x == 2 * kMostChunks) failed = 0;
+  __syncthreads();
+  const uint64_t state = entered;
+  if (state & kTaken) {
+    if (warp < kMoving) spoil(p, plan);
+    return;
+  }
+  if (blockIdx.x == 0 && int(threadIdx.x) < ranks) board_of(peers, threadIdx.x).word[rank] = peers.word;
+  const uint32_t first = uint32_t(state) + 1;  // the first chunk's number
+  const int64_t area = PYDET_FOLD_SIGNALS + (2 * int64_t(blockIdx.x) + (state & kSecondArea ? 1 : 0)) * plan.area;
+
+  // A warp's: whether the signal of this number, or a later one, is there from every other rank.
+  const auto told = [&](uint32_t number) {
+    Outcome outcome = kMet;
+    if (lane < ranks && lane != rank) {
+      const uint64_t *const signal = &board_of(peers, rank).signal[blockIdx.x][lane];
+      uint64_t got = 0;
+      outcome = wait_for(peers, [&] { return int32_t(uint32_t((got = get_signal(signal)) >> 32) - number) >= 0; });
+      if (outcome == kMet && uint32_t(got >> 32) == number && uint32_t(got) != plan.tag) outcome = kDisagrees;
+      if (outcome) report(peers, outcome, lane);
+    }
+    const bool all = __ballot_sync(~0u, outcome != kMet) == 0;
+    if (!all && lane == 0) count_up(&failed);
+    return all;
+  };
+
+  if (warp == kMoving) {
+    for (int c = 0; c < 2 * plan.chunks; ++c) {
+      if (lane == 0) wait_for_warps([&] { return see_count(&done[c]) == kMoving || see_count(&failed); });
+      __syncwarp();
+      if (see_count(&failed) && see_count(&done[c]) != kMoving) break;
+      if (lane < ranks && lane != rank)
+        put_signal(&board_of(peers, lane).signal[blockIdx.x][rank], uint64_t(first + c) << 32 | plan.tag);
+      if (c == 0 && !told(first)) break;
+    }
+  } else {
+    const auto element = [&](int unit) {
+      return ((int64_t(unit) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x) * kUnit;
+    };
+    const auto ends = [&](int c, int of) {
+      return (c + 1) * plan.chunk < plan.units[of] ? (c + 1) * plan.chunk : plan.units[of];
+    };
+    const auto is_done = [&](int c) {
+      __syncwarp();
+      if (lane == 0) count_up(&done[c]);
+    };
+    const int64_t at_slot = int64_t(threadIdx.x) * kUnit * int(sizeof(float)), begin = plan.begin_of(rank),
+                  end = plan.end_of(rank, n);
+
+    for (int c = 0; c < plan.chunks; ++c) {
+      for (int step = 1; step < ranks; ++step) {
+        const int to = after(peers, step), sent = plan.sent_to(to), slot = plan.first_slot(rank);
+        const int64_t its_begin = plan.begin_of(to), its_end = plan.end_of(to, n);
+        const int first_of_mine = slot < plan.first_slot(to) ? slot : slot - (plan.slots - sent);
+        char *const slots = peers.memory[to] + area + first_of_mine * int64_t(kSlot) + at_slot;
+        const auto part = [&](int s, int64_t at) { return load_own(p.parts[s], at, its_end, by_four); };
+        const int last = ends(c, to);
+        if (p.count == 1) {
+          for (int unit = c * plan.chunk; unit < last; unit += kAhead) {
+            Elements<4> v[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+              const int64_t at = its_begin + element(unit + i);
+              if (unit + i < last && at < its_end) v[i] = part(0, at);
+            }
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+              if (unit + i < last && its_begin + element(unit + i) < its_end)
+                store_elements(slots + int64_t(unit + i) * sent * kSlot, v[i]);
+          }
+          continue;
+        }
+        for (int unit = c * plan.chunk; unit < last; ++unit) {
+          const int64_t at = its_begin + element(unit);
+          if (at >= its_end) break;
+          char *const its = slots + int64_t(unit) * sent * kSlot;
+          const bool sums = plan.prefix && rank == 0;
+          Elements<4> sum = {};
+          for (int s = 0; s < p.count; s += kAhead) {
+            Elements<4> v[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+              if (s + i < p.count) v[i] = part(s + i, at);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+              if (s + i >= p.count) continue;
+              if (sums) sum = sum_of(sum, v[i]);
+              else store_elements(its + (s + i) * kSlot, v[i]);
+            }
+          }
+          if (sums) store_elements(its, sum);
+        }
+      }
+      is_done(c);
+    }
+
+    bool met = true;
+    const int sent = plan.sent_to(rank), own_first = plan.first_slot(rank), folded = sent + p.count;
+    for (int c = 0; met && c < plan.chunks; ++c) {
+      if (!(met = told(first + c))) break;
+      for (int unit = c * plan.chunk; unit < ends(c, rank); ++unit) {
+        const int64_t at = begin + element(unit);
+        if (at >= end) break;
+        const char *const slots = peers.memory[rank] + area + int64_t(unit) * sent * kSlot + at_slot;
+        // By address, so that loads do not wait for each other behind branches.
+        const auto part = [&](int s) {
+          const bool own = unsigned(s - own_first) < unsigned(p.count);
+          if (own && !by_four) return load_own(p.parts[s - own_first], at, end, by_four);
+          const char *const brought = slots + (s < own_first ? s : s - p.count) * kSlot;
+          return load_elements<4>(own ? p.parts[s - own_first] + at : reinterpret_cast<const float *>(brought));
+        };
+        Elements<4> sum = {};
+        for (int s = 0; s < folded; s += kTogether) {
+          Elements<4> v[kTogether];
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (s + i < folded) v[i] = part(s + i);
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (s + i < folded) sum = sum_of(sum, v[i]);
+        }
+        if (p.bias.data) {
+          int64_t column = at % p.bias_period;
+          for (int e = 0; e < kUnit; ++e) {
+            if (at + e < end) sum.x[e] = sum.x[e] + load_f32(p.bias.data, p.bias.type, column);
+            column = column + 1 == p.bias_period ? 0 : column + 1;
+          }
+        }
+        const uint4 words = packed(sum, p.out.type);
+        store_own(p.out.data, p.out.type, at, end, by_four, words);
+        for (int step = 1; step < ranks; ++step) {
+          const int to = after(peers, step);
+          char *const results = peers.memory[to] + area + int64_t(plan.before_results(to, rank) + unit) * kSlot;
+          store_packed(results + int64_t(threadIdx.x) * kUnit * size_of(p.out.type), p.out.type, words);
+        }
+      }
+      is_done(plan.chunks + c);
+    }
+
+    for (int c = 0; met && c < plan.chunks; ++c) {
+      if (!(met = told(first + plan.chunks + c))) break;
+      for (int step = 1; step < ranks; ++step) {
+        const int from = after(peers, step);
+        const int64_t its_begin = plan.begin_of(from), its_end = plan.end_of(from, n);
+        const char *const results = peers.memory[rank] + area + int64_t(plan.before_results(rank, from)) * kSlot +
+                                    int64_t(threadIdx.x) * kUnit * size_of(p.out.type);
+        const int last = ends(c, from);
+        for (int unit = c * plan.chunk; unit < last; unit += kAhead) {
+          uint4 words[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            if (unit + i >= last || its_begin + element(unit + i) >= its_end) continue;
+            const char *const its = results + int64_t(unit + i) * kSlot;
+            if (p.out.type == Type::f32) {
+              words[i] = *reinterpret_cast<const uint4 *>(its);
+            } else {
+              const uint2 two = *reinterpret_cast<const uint2 *>(its);
+              words[i] = make_uint4(two.x, two.y, 0, 0);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const int64_t at = its_begin + element(unit + i);
+            if (unit + i < last && at < its_end) store_own(p.out.data, p.out.type, at, its_end, by_four, words[i]);
+          }
+        }
+      }
+    }
+  }
+  __syncthreads();
+  if (failed && warp < kMoving) spoil(p, plan);
+  __syncthreads();
+  if (threadIdx.x == 0)
+    give_word(&board_of(peers, rank).state[blockIdx.x],
+              (first - 1 + 2 * plan.chunks) | (state & kSecondArea ? 0 : kSecondArea));
+}
+
 // FNV-1a over 64-bit words.
 struct Hash {
   uint64_t value = 0xCBF29CE484222325u;
@@ -436,22 +652,19 @@ struct Hash {
 uint32_t tag_of(const Fold &p, const Plan &plan, int64_t blocks) {
   const Peers &peers = p.peers;
   Hash hash;
-  for (int64_t word : {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size,
-                       int64_t(plan.each), int64_t(peers.first_sums), int64_t(plan.two_shot), int64_t(p.tree),
-                       int64_t(p.accumulate), int64_t(peers.gathered), int64_t(peers.scatter), int64_t(p.out.type),
-                       int64_t(p.bias.data != nullptr), p.bias_period, plan.area, int64_t(plan.turns), blocks})
+  for (int64_t word :
+       {int64_t(peers.word), int64_t(peers.ranks), int64_t(peers.memory_size), p.size, int64_t(plan.each),
+        int64_t(peers.first_sums), int64_t(plan.two_shot), int64_t(p.tree), int64_t(p.accumulate),
+        int64_t(peers.gathered), int64_t(peers.scatter), int64_t(p.out.type), int64_t(p.bias.data != nullptr),
+        p.bias_period, plan.area, int64_t(plan.turns), blocks, int64_t(plan.chunk)})
     hash.add(word);
   return uint32_t(hash.value ^ hash.value >> 32);
 }
 
 bool aligned(const void *data, int bytes) { return reinterpret_cast<uintptr_t>(data) % uintptr_t(bytes) == 0; }
 
-pydet_status launch_peers(const Fold &given, bool two_shot) {
-  const char *name = two_shot ? "fold_two_shot" : "fold_one_shot";
-  DeviceGuard guard(given.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  Fold p = given;
-  if (p.peers.ranks == 0) p.peers.ranks = 1;  // without peers: this device alone
+// Who folds what, and which parts travel for it.
+Plan plan_shares(const Fold &p, bool two_shot, int64_t first_part) {
   const Peers &peers = p.peers;
   const int64_t n = peers.scatter ? p.size * peers.ranks : p.size;
   Plan plan = {};
@@ -461,16 +674,39 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   const bool whole = two_shot && !peers.scatter;  // shares need not be alike
   plan.prefix = peers.first_sums || (whole && p.count > 1 && !p.tree && !p.accumulate && !peers.gathered);
   if (plan.prefix && whole && peers.ranks == 2) {
-    plan.first = n / (2 * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
+    plan.first = n / (first_part * plan.each) / (kThreads * kUnit) * (kThreads * kUnit);
     plan.share = n - plan.first;
   }
   plan.slots = peers.gathered ? p.count : plan.prefix ? 1 + plan.each * (peers.ranks - 1) : plan.each * peers.ranks;
-  bool by_four = (plan.first < plan.share || n % peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
+  if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
+  return plan;
+}
+
+int64_t blocks_for(const Plan &plan) {
+  const int64_t wanted = divide_up(plan.share, kThreads * kUnit);
+  return wanted < kMostBlocks ? wanted : kMostBlocks;
+}
+
+bool lies_by_four(const Fold &p, const Plan &plan, bool two_shot) {
+  const int64_t n = p.peers.scatter ? p.size * p.peers.ranks : p.size;
+  bool by_four = (plan.first < plan.share || n % p.peers.ranks == 0 || !two_shot) && plan.share % kUnit == 0 &&
                  n % kUnit == 0 && aligned(p.out.data, kUnit * size_of(p.out.type));
   for (int s = 0; s < p.count; ++s) by_four = by_four && aligned(p.parts[s], kUnit * int(sizeof(float)));
-  const int64_t blocks_wanted = divide_up(plan.share, kThreads * kUnit);
-  const int64_t blocks = blocks_wanted < kMostBlocks ? blocks_wanted : kMostBlocks;
-  if (peers.ranks > 1) plan.area = int64_t((peers.memory_size - PYDET_FOLD_SIGNALS) / (2 * kMostBlocks)) / 16 * 16;
+  return by_four;
+}
+
+pydet_status launch_peers(const Fold &given, bool two_shot) {
+  const char *name = two_shot ? "fold_two_shot" : "fold_one_shot";
+  DeviceGuard guard(given.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  Fold p = given;
+  if (p.peers.ranks == 0) p.peers.ranks = 1;  // without peers: this device alone
+  const Peers &peers = p.peers;
+  Plan plan = plan_shares(p, two_shot, 2);
+  const bool by_four = lies_by_four(p, plan, two_shot);
+  const int64_t blocks = blocks_for(plan), blocks_wanted = divide_up(plan.share, kThreads * kUnit);
+  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
+  where.overlaps_previous = true;
   plan.turns = 1;
   for (const int64_t wanted = divide_up(blocks_wanted, blocks); plan.turns < kMostTurns && plan.turns < wanted;) {
     if ((plan.turns + 1) * int64_t(plan.slots + peers.ranks) * kSlot > plan.area) break;
@@ -478,10 +714,44 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   }
   plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));
   plan.tag = tag_of(p, plan, blocks);
-  Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks)), dim3(kThreads)};
-  where.overlaps_previous = true;
   if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
   return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
+}
+
+// The plan of a stream; false where a block has no room for all it is sent. By the sizes alone.
+bool plan_stream(const Fold &p, Plan *plan) {
+  const Peers &peers = p.peers;
+  *plan = plan_shares(p, true, kStreamPart);
+  const int64_t blocks = blocks_for(*plan);
+  int most = 0;
+  for (int rank = 0; rank < peers.ranks; ++rank) {
+    const int64_t begin = rank > 0 ? plan->first + (rank - 1) * plan->share : 0;
+    const int64_t size = rank > 0 ? plan->share : plan->first, left = p.size > begin ? p.size - begin : 0;
+    const int64_t units = divide_up(divide_up(size < left ? size : left, kThreads * kUnit), blocks);
+    if (units * kSlot > plan->area) return false;
+    plan->units[rank] = int(units);
+    if (plan->units[rank] > most) most = plan->units[rank];
+  }
+  for (int rank = 0; rank < peers.ranks; ++rank)
+    if (int64_t(plan->before_results(rank, peers.ranks)) * kSlot > plan->area) return false;
+  plan->chunk = divide_up(most, kMostChunks);
+  plan->chunks = divide_up(most, plan->chunk);
+  plan->tag = tag_of(p, *plan, blocks);
+  return true;
+}
+
+// Elements of a stream's launch, of which it may take several: a bias begins anew with each. 0: they do not fit.
+int64_t elements_of_launch(const Fold &p) {
+  const bool in_rows = p.bias.data && p.bias_period < p.size;
+  const int64_t step = in_rows ? p.bias_period : kThreads * kUnit;
+  Fold some = p;
+  for (int64_t launches = 1;; ++launches) {
+    const int64_t most = divide_up(divide_up(p.size, launches), step) * step;
+    some.size = most < p.size ? most : p.size;
+    Plan plan;
+    if (plan_stream(some, &plan)) return some.size;
+    if (most <= step) return 0;
+  }
 }
 
 // ---- A rank's own parts, some of which another one brings -------------------------------------------------------------
@@ -557,5 +827,34 @@ bool fold_one_shot_prefers(const Fold &p) {
 }
 pydet_status fold_one_shot(const Fold &p) { return launch_peers(p, false); }
 pydet_status fold_two_shot(const Fold &p) { return launch_peers(p, true); }
+bool fold_stream_takes(const Fold &p) {
+  const Peers &peers = p.peers;
+  if (peers.ranks <= 1 || peers.flag || peers.gathered || peers.scatter || p.tree || p.accumulate) return false;
+  return elements_of_launch(p) > 0;
+}
+pydet_status fold_stream(const Fold &p) {
+  const char *name = "fold_stream";
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  const int64_t most = elements_of_launch(p);
+  for (int64_t at = 0; at < p.size; at += most) {
+    Fold some = p;
+    Plan plan;
+    some.size = p.size - at < most ? p.size - at : most;
+    for (int s = 0; s < p.count; ++s) some.parts[s] += at;
+    some.out.data += at * size_of(p.out.type);
+    if (p.bias.data && p.bias_period == p.size) {
+      some.bias.data += at * size_of(p.bias.type);
+      some.bias_period = some.size;
+    }
+    plan_stream(some, &plan);
+    Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks_for(plan))), dim3(kThreads + 32)};
+    where.overlaps_previous = true;
+    const bool by_four = lies_by_four(some, plan, true);
+    if (pydet_status status = launch(where, by_four ? fold_stream_kernel<true> : fold_stream_kernel<false>, some, plan))
+      return status;
+  }
+  return PYDET_OK;
+}
 
 }  // namespace pydet

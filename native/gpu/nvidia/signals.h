@@ -32,6 +32,21 @@ __device__ __forceinline__ void give_word(uint64_t *word, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Between warps of a block: what its lanes did before they met is there for whoever sees the count.
+__device__ __forceinline__ void count_up(uint32_t *count) {
+  __threadfence_block();
+  atomicAdd(count, 1u);
+}
+__device__ __forceinline__ uint32_t see_count(const uint32_t *count) {
+  const uint32_t value = *const_cast<const volatile uint32_t *>(count);
+  __threadfence_block();
+  return value;
+}
+// Returns once it holds, which other warps see to.
+template <class Done> __device__ __forceinline__ void wait_for_warps(const Done &done) {
+  while (!done()) {}
+}
+
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time)::"memory");

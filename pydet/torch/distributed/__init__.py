@@ -15,6 +15,7 @@ from pydet.torch.distributed import sharding
 from pydet.torch.distributed.context import context_parallel_attention, gather_context, shard_context
 from pydet.torch.distributed.context_model import context_parallel
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
+from pydet.torch.distributed.experts import expert_parallel
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
@@ -40,6 +41,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_embedding",
     "context_parallel_linear",
+    "expert_parallel",
     "gather_context",
     "layer_norm",
     "ordered_hook",

@@ -14,13 +14,14 @@ method                 what it does                                             
 ``peer_one_shot``      one launch: all sums into all ranks' memory, every rank folds 4 n S        1
 ``peer_two_shot``      one launch: sums into their owner's memory, fold, results to  4 n S / W    2
                        all
+``peer_stream``        ordered: the same, each step by chunks that follow each other 4 n S / W    2
 ``relay``              of a product: rank after rank goes on with the running sum,   4 n          W
                        some rows at a time, beside the products of others
 ``push``               the product's sums are made in their owner's memory, then a   4 n S / W    2
                        launch that folds and gives the results to all
 ====================== ============================================================= ============ ==================
 
-(n elements; the all-gather of the last step brings n more elements of the result's type.) The last three need memory
+(n elements; the all-gather of the last step brings n more elements of the result's type.) The last five need memory
 that the ranks reach (:mod:`pydet.torch.distributed.symmetric`: NVIDIA GPUs of one NVLink domain), push the product too.
 """
 
@@ -40,9 +41,9 @@ from pydet.torch.distributed.symmetric import MOST_RANKS, Peers, capturing, know
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any  # a ProcessGroup, or None for the default one
 Method: TypeAlias = Literal[
-    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "push", "relay"
+    "auto", "one_shot", "two_shot", "chain", "halving", "peer_one_shot", "peer_two_shot", "peer_stream", "push", "relay"
 ]
-PEER_METHODS = ("peer_one_shot", "peer_two_shot")
+PEER_METHODS = ("peer_one_shot", "peer_two_shot", "peer_stream")
 METHODS: dict[str, tuple[str, ...]] = {"ordered": ("one_shot", "two_shot", "chain"), "tree": ("one_shot", "two_shot")}
 # Of all ranks' sums: up to here one step of more bytes is faster than two of fewer, of collectives and of launches.
 SMALL_BYTES, PEER_SMALL_BYTES = 1 << 18, 1 << 21
@@ -77,6 +78,8 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     on_gpu = device.type != "cpu" or peers is not None
     if world > 1 and (problem or not on_gpu or key not in known):
         if on_gpu and capturing():
+            if problem is not None:
+                raise problem
             fail(INVALID_VALUE, f"{op}: its first call is under graph capture; call it once before")
         if peers is not None:
             try:
@@ -195,14 +198,16 @@ def choose(
     power_of_two = world & (world - 1) == 0 and (count // world) & (count // world - 1) == 0
     can = METHODS[order] + (("halving",) if order == "tree" and power_of_two else ())
     can += ("relay",) if relays else ()
-    by_peers = PEER_METHODS + (("push",) if product else ())
+    by_peers = tuple(name for name in PEER_METHODS if order == "ordered" or name != "peer_stream")
+    by_peers += ("push",) if product else ()
     reached = peers is not None and count <= FOLD_PARTS
     size = 4 * elements * count
     if method == "auto":
         if reached and relays and prefers_relay:
             return "relay"
         if reached:
-            return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"
+            larger = "peer_stream" if order == "ordered" else "peer_two_shot"
+            return "peer_one_shot" if size <= PEER_SMALL_BYTES else larger
         if size <= SMALL_BYTES:
             return "one_shot"
         return "halving" if "halving" in can else "two_shot"
@@ -327,7 +332,8 @@ def reduce_sums(
         assert peers is not None
         peers.reserve(count)
         out = sums.new_empty(shape, dtype=out_dtype)
-        kernel = None if rows else f"cuda_fold_{name.removeprefix('peer_')}"
+        named = method != "auto" and not rows
+        kernel = f"cuda_fold_{name.removeprefix('peer_')}" if named else None
         return peers.fold(sums, out, bias=bias, order=order, scatter=rows, kernel=kernel, first_sums=first_sums)
     if rows:
         return _own_part(sums, group, bias, out_dtype, order).view(shape)

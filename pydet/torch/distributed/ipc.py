@@ -8,6 +8,7 @@ and 190396): there the ranks would wait for each other for ever.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -23,9 +24,23 @@ class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
+_SIGNATURES = {  # of what is called often, which then takes plain numbers
+    "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
+    "cuStreamWaitEvent": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuMemcpyDtoDAsync_v2": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+}
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.argtypes = _SIGNATURES.get(name)
+    return function
+
+
 def driver(name: str, *arguments: Any) -> None:
     """A function of the driver, which PyTorch has loaded."""
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    status = _function(name)(*arguments)
     if status:
         raise RuntimeError(f"{name}: CUDA driver error {status}")
 

@@ -128,7 +128,8 @@ def _parallel_product(
         product = method == "push" or x.shape[0] % world == 0
         relays = segment_length(extent, segments, even) % STEP == 0 and out == "replicate"
         relays = relays and (peers is None or (world == relay.RANKS and peers.pushes))
-        prefers = x.shape[0] >= relay.LEAST_ROWS and segments > world
+        # An eager relay's launches take the host longer than the device.
+        prefers = x.shape[0] >= relay.LEAST_ROWS and segments > world and (peers is None or capturing())
         return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product, relays, prefers)
 
     def first_sums() -> int:

@@ -18,7 +18,7 @@ Over collectives, of any number of ranks, sums travel by send and receive: the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,51 +26,77 @@ import torch.distributed as dist
 
 from pydet.ops import Arithmetic, fold, gemm
 from pydet.torch.distributed.exchange import Group, Tensor, peer
-from pydet.torch.distributed.symmetric import Peers
+from pydet.torch.distributed.symmetric import Peers, capturing
 
 RANKS = 2  # over peers' memory
 MOST_BYTES = 256 << 20  # of the sums in peers' memory; more are several relays
 MOST_ROWS = 16384  # likewise: 32 slabs
 LEAST_ROWS = 1024  # of a product whose slabs are worth their launches
 SLABS = ((2048, 512), (0, 256))  # from so many rows on, of each slab; an H100's fastest of 256 to 1024
+EAGER = 2  # times as many rows a slab where the host launches them one by one
 APART = 1  # of the slabs: what rank 0 ends
 
 
-def cut(rows: int) -> list[slice]:
-    """The slabs of so many rows."""
-    each = next(each for least, each in SLABS if rows >= least)
-    return [slice(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
+def slab_rows(rows: int) -> int:
+    return next(each for least, each in SLABS if rows >= least)
 
 
 class _Relay:
-    """One relay's side of this rank: `here` is its memory, `there` the other rank's, which copies write behind sums."""
+    """One relay's side of this rank: `here` is its memory, `there` the other rank's, which copies write behind sums.
 
-    def __init__(self, peers: Peers, stream: Any, count: int) -> None:
+    Of an output ``[M, N]`` in slabs of `each` rows rank 1 ends the first `ends`, and rank 0 those from row `last`
+    on. Memory holds sums ``[M, N]`` in fp32, results ``[M, N]``, and the segments of the last rows, slab after slab.
+    """
+
+    def __init__(self, peers: Peers, stream: Any, out: Tensor, segments: int) -> None:
         self.peers, self.stream, self.other = peers, stream, 1 - peers.rank
-        staged = peers.staging((count,))
-        self.here, self.there = staged[peers.rank], staged[self.other]
-        self.flags, self.flags_there = peers.flags()
-        self.flag = self.flags.data_ptr()
-        self.side, self.nothing = peers.side, peers.nothing
-        peers.launch(stream, self.nothing[:1], self.nothing[1])
+        (rows, self.columns), captured = out.shape, capturing()
+        self.each = slab_rows(rows) * (1 if captured else EAGER)
+        self.count = -(-rows // self.each)
+        self.ends = max(0, self.count - APART)
+        self.last, self.segments = min(rows, self.ends * self.each), segments
+        size = rows * self.columns
+        staged = peers.staging((2 * size + segments * (rows - self.last) * self.columns,))
+        here, self.there = staged[peers.rank], staged[self.other].data_ptr()
+        self.sums, rest, self.segments_here = here.split((size, size, len(here) - 2 * size))
+        self.sums, self.results = self.sums.view(out.shape), rest.view(out.dtype)[:size].view(out.shape)
+        self.results_there, self.segments_there = self.there + 4 * size, self.there + 8 * size
+        self.flags, flags_there = peers.flags()
+        self.flag, self.flag_there = self.flags.data_ptr(), flags_there.data_ptr()
+        self.carrier = peers.carrier
+        # Ranks that cut otherwise disagree here: one of them is under capture.
+        meeting = peers.nothing[:, : 1 + captured]
+        peers.launch(stream, meeting[:1], meeting[1])
         self.word = peers.last_word
         signed = self.word - (1 << 64) if self.word >> 63 else self.word
         self.word_here = torch.full((1,), signed, dtype=torch.int64, device=peers.device)
-        self.kept: list[Tensor] = []  # while the side stream may read it
-        self._behind(stream, self.side)
+        self.word_at = self.word_here.data_ptr()
+        self.kept: list[Tensor] = [self.word_here]  # while copies may read it
 
-    def _behind(self, first: Any, second: Any) -> None:
-        event = torch.cuda.Event()
-        first.record_event(event)
-        second.wait_event(event)
+    def slabs(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.split(self.each)
 
-    def bring(self, i: int, made: Tensor, to: Tensor) -> None:
-        """Copies what the stream has made to `to` in the other's memory, then slab i's word."""
+    def bring(self, i: int, made: Tensor, to: int) -> None:
+        """Copies what the stream has made to an address in the other's memory, then slab i's word."""
         self.kept.append(made)
-        self._behind(self.stream, self.side)
-        with torch.cuda.stream(self.side):
-            to.copy_(made)
-            self.flags_there[i : i + 1].copy_(self.word_here)
+        self.carrier.follow(self.stream)
+        self.carrier.bring(made.data_ptr(), to, made.numel() * made.element_size())
+        self.carrier.bring(self.word_at, self.flag_there + 8 * i, 8)
+
+    def bring_sums(self, i: int, made: Tensor) -> None:
+        self.bring(i, made, self.there + 4 * i * self.each * self.columns)
+
+    def bring_results(self, i: int, made: Tensor) -> None:
+        self.bring(i, made, self.results_there + made.element_size() * i * self.each * self.columns)
+
+    def bring_segments(self, i: int, made: Tensor) -> None:
+        before = self.segments * (i * self.each - self.last) * self.columns
+        self.bring(i, made, self.segments_there + 4 * before)
+
+    def segments_of(self, i: int, rows: int) -> Tensor:
+        """What the other rank has brought by that."""
+        before, size = self.segments * (i * self.each - self.last) * self.columns, self.segments * rows * self.columns
+        return self.segments_here[before : before + size].view(self.segments, rows, self.columns)
 
     def wait(self, i: int) -> None:
         """Until slab i's word is here."""
@@ -81,8 +107,14 @@ class _Relay:
         self.wait(i)
         self.peers.launch_awaited(self.stream, parts, out, bias, self.word, self.flag + 8 * i, self.other)
 
+    def take_results(self, out: Tensor, first: int, end: int) -> None:
+        """Those of slabs `first` to `end`: their words come in order, so the last of them says all."""
+        if first < end:
+            here = slice(first * self.each, end * self.each)
+            self.take(end - 1, [self.results[here]], out[here])
+
     def end(self) -> None:
-        self._behind(self.side, self.stream)
+        self.carrier.end(self.stream)
         self.flags.zero_()
 
 
@@ -99,97 +131,56 @@ def relay_by_peers(
     """x ``[M, k]`` times w ``[k, N]`` of two ranks; segments_of(x) are the sums of this rank's segments, apart."""
     rows, columns = x.shape[0], w.shape[1]
     out = x.new_empty(rows, columns)
-    most = max(SLABS[0][1], min(MOST_ROWS, MOST_BYTES // (4 * columns)))
+    most = max(EAGER * SLABS[0][1], min(MOST_ROWS, MOST_BYTES // (4 * columns)))
     for begin in range(0, rows, most):
         here = slice(begin, min(rows, begin + most))
-        with peers.turn(1) as stream:
-            run = _first if peers.rank == 0 else _second
-            run(peers, stream, x[here], w, out[here], chunk, segments, segments_of, arithmetic, bias)
+        with torch.cuda.device(peers.device), peers.turn(1) as stream:
+            relay = _Relay(peers, stream, out[here], segments)
+            how: dict[str, Any] = {"k_chunk": chunk, "arithmetic": arithmetic}
+            if peers.rank == 0:
+                _first(relay, x[here], w, out[here], bias, how)
+            else:
+                _second(relay, x[here], w, out[here], bias, how, segments_of)
     return out
 
 
-def _memory(
-    relay: _Relay, shape: tuple[int, ...], apart: int, segments: int, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, ...]]:
-    """Here and there: sums ``[M, N]`` in fp32, results ``[M, N]``, the segments of the last rows, slab after slab."""
-    rows, columns = shape
-    for memory in (relay.here, relay.there):
-        sums, rest = memory[: rows * columns].view(shape), memory[rows * columns :]
-        results = rest.view(dtype)[: rows * columns].view(shape)
-        yield sums, results, memory[2 * rows * columns :][: segments * apart * columns]
-
-
-def _segments(brought: Tensor, slab: slice, last: int, segments: int, columns: int) -> Tensor:
-    rows, before = slab.stop - slab.start, segments * (slab.start - last) * columns
-    return brought[before : before + segments * rows * columns].view(segments, rows, columns)
-
-
-def _first(
-    peers: Peers,
-    stream: Any,
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    chunk: int,
-    segments: int,
-    segments_of: Callable[[Tensor], Tensor],
-    arithmetic: Arithmetic,
-    bias: Tensor | None,
-) -> None:
-    slabs, ends, last = _plan(out)
-    relay = _Relay(peers, stream, (2 * len(out) + segments * (len(out) - last)) * out.shape[1])
-    (_, results, brought), (sums_there, results_there, _) = _memory(
-        relay, tuple(out.shape), len(out) - last, segments, out.dtype
-    )
-    sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    for i, slab in enumerate(slabs):
-        gemm(x[slab], w, out=sums[slab], k_chunk=chunk, arithmetic=arithmetic)
+def _first(relay: _Relay, x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, how: dict[str, Any]) -> None:
+    ends, own, outs = relay.ends, torch.empty(out.shape, dtype=torch.float32, device=out.device), relay.slabs(out)
+    sums = relay.slabs(own)
+    for i, slab in enumerate(relay.slabs(x)):
+        gemm(slab, w, out=sums[i], **how)
         if i < ends:
-            relay.bring(i, sums[slab], sums_there[slab])
-    for i, slab in enumerate(slabs[ends:], ends):
-        own = _segments(brought, slab, last, segments, out.shape[1])
-        relay.take(i, [sums[slab], *own.unbind()], out[slab], bias)
-        relay.bring(i, out[slab], results_there[slab])
-    for i, slab in enumerate(slabs[:ends]):
-        relay.take(i, [results[slab]], out[slab])
+            relay.bring_sums(i, sums[i])
+    for i in range(ends, relay.count):
+        relay.take(i, [sums[i], *relay.segments_of(i, len(outs[i])).unbind()], outs[i], bias)
+        relay.bring_results(i, outs[i])
+    half = (ends + 1) // 2
+    relay.take_results(out, 0, half)
+    relay.take_results(out, half, ends)
     relay.end()
 
 
 def _second(
-    peers: Peers,
-    stream: Any,
+    relay: _Relay,
     x: Tensor,
     w: Tensor,
     out: Tensor,
-    chunk: int,
-    segments: int,
-    segments_of: Callable[[Tensor], Tensor],
-    arithmetic: Arithmetic,
     bias: Tensor | None,
+    how: dict[str, Any],
+    segments_of: Callable[[Tensor], Tensor],
 ) -> None:
-    slabs, ends, last = _plan(out)
-    relay = _Relay(peers, stream, (2 * len(out) + segments * (len(out) - last)) * out.shape[1])
-    (sums, results, _), (_, results_there, brought) = _memory(
-        relay, tuple(out.shape), len(out) - last, segments, out.dtype
-    )
-    for i, slab in enumerate(slabs[ends:], ends):
-        relay.bring(i, segments_of(x[slab]), _segments(brought, slab, last, segments, out.shape[1]))
-    for i, slab in enumerate(slabs[:ends]):
+    ends, xs, outs, sums = relay.ends, relay.slabs(x), relay.slabs(out), relay.slabs(relay.sums)
+    for i in range(ends, relay.count):
+        relay.bring_segments(i, segments_of(xs[i]))
+    for i in range(ends):
         relay.wait(i)
-        gemm(x[slab], w, bias=bias, out=out[slab], initial=sums[slab], k_chunk=chunk, arithmetic=arithmetic)
-        relay.bring(i, out[slab], results_there[slab])
+        gemm(xs[i], w, bias=bias, out=outs[i], initial=sums[i], **how)
+        relay.bring_results(i, outs[i])
     if ends:
-        relay.take(ends - 1, [out[:last]], out[:last])  # NaN, if a word did not come
-    for i, slab in enumerate(slabs[ends:], ends):
-        relay.take(i, [results[slab]], out[slab])
+        done = out[: relay.last]
+        relay.take(ends - 1, [done], done)  # NaN, if a word did not come
+    relay.take_results(out, ends, relay.count)
     relay.end()
-
-
-def _plan(out: Tensor) -> tuple[list[slice], int, int]:
-    """The slabs, how many of them rank 1 ends, and the first row of the others, which rank 0 ends."""
-    slabs = cut(len(out))
-    ends = max(0, len(slabs) - APART)
-    return slabs, ends, slabs[ends].start if ends < len(slabs) else len(out)
 
 
 def relay_by_collectives(
@@ -198,7 +189,9 @@ def relay_by_collectives(
     """The same over send and receive, on every rank of the group."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     out = x.new_empty(x.shape[0], w.shape[1])
-    for slab in cut(x.shape[0]):
+    each = slab_rows(x.shape[0])
+    for begin in range(0, x.shape[0], each):
+        slab = slice(begin, begin + each)
         running = torch.zeros(out[slab].shape, dtype=torch.float32, device=out.device)
         if rank:
             dist.recv(running, peer(group, rank - 1), group=group)

@@ -36,6 +36,7 @@ _PARTS = 16  # of all ranks, for which a group's memory has room at once
 _CODES = {torch.float32: (constants.PYDET_FLOAT, 32), torch.bfloat16: (constants.PYDET_BFLOAT, 16)}
 _CODES[torch.float16] = (constants.PYDET_FLOAT, 16)
 _FLAGS = 64
+_NO_TIMING = 2  # of an event
 _ASKS = 0  # in a word, in the place of terms: a rank asks the others about terms that are new to it
 _peers: dict[Any, Peers | None] = {}
 _turns: dict[torch.device, Turns] = {}
@@ -68,6 +69,30 @@ def _shared_memory(elements: int, dtype: torch.dtype, group: Group, device: torc
     word = torch.tensor([int(not problem)], device=device)
     dist.all_reduce(word, dist.ReduceOp.MIN, group=group)  # and all memory is zeros when it returns
     return found if int(word) else None
+
+
+class Carrier:
+    """A stream for copies beside products, by the driver's functions: with the many of a relay the host is done
+    before the device is, and with PyTorch's views, events and guards it was not."""
+
+    def __init__(self, stream: Any) -> None:
+        event = ctypes.c_void_p()
+        driver("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_NO_TIMING))
+        self.stream, self._own, self._event = stream, stream.cuda_stream, event.value
+
+    def follow(self, stream: Any) -> None:
+        """What comes on this stream comes behind all that the other has been told."""
+        driver("cuEventRecord", self._event, stream.cuda_stream)
+        driver("cuStreamWaitEvent", self._own, self._event, 0)
+
+    def end(self, stream: Any) -> None:
+        """The other way around."""
+        driver("cuEventRecord", self._event, self._own)
+        driver("cuStreamWaitEvent", stream.cuda_stream, self._event, 0)
+
+    def bring(self, source: int, to: int, size: int) -> None:
+        """Copies `size` bytes from one address to another, of this device's memory or another's that it reaches."""
+        driver("cuMemcpyDtoDAsync_v2", to, source, size, self._own)
 
 
 class Peers:
@@ -144,14 +169,9 @@ class Peers:
         return self._flags
 
     @functools.cached_property
-    def side(self) -> Any:
-        """A stream for copies beside products."""
-        return torch.cuda.Stream(self.device)
-
-    @functools.cached_property
     def nothing(self) -> Tensor:
-        """A part of one element, and its sum, of folds in which ranks only meet or wait."""
-        return torch.zeros(2, 1, device=self.device)
+        """Parts of one element or two, and their sums, of folds in which ranks only meet or wait."""
+        return torch.zeros(2, 2, device=self.device)
 
     def fold(
         self,
@@ -198,14 +218,22 @@ class Peers:
         self.last_word = ((self.calls + 1) % 2**32) << 32 | self.terms
         peers = self._arguments(self.last_word)
         peers.gathered, peers.scatter, peers.first_sums = gathered, scatter, first_sums
+        peers.flag = ffi.NULL
         fold_with_peers(stream, peers, parts.unbind(), out, bias, order, accumulate, kernel)
         self.calls += 1
+
+    @functools.cached_property
+    def carrier(self) -> Carrier:
+        """What brings tensors to another rank beside the products."""
+        with torch.cuda.device(self.device):
+            return Carrier(torch.cuda.Stream(self.device))
 
     def launch_awaited(
         self, stream: Any, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None, word: int, flag: int, source: int
     ) -> None:
         """The fold of this rank's parts alone, once `word` is at the address `flag`, where rank `source` brings it."""
         peers = self._arguments(word)
+        peers.gathered, peers.scatter, peers.first_sums = False, False, 0
         peers.flag = ffi.cast("const uint64_t *", flag)
         setattr(peers, "from", source)
         fold_with_peers(stream, peers, parts, out, bias)
@@ -223,18 +251,28 @@ class Peers:
     @functools.cached_property
     def _waiting(self) -> tuple[list[Any], tuple[Any, ...]]:
         """What :meth:`wait` passes, made once: a slab of a relay waits as often as a product is made."""
-        peers, options = self._arguments(1), ffi.new("pydet_fold_options *")
-        peers.struct_size, options.struct_size = ffi.sizeof("pydet_fold_peers"), ffi.sizeof("pydet_fold_options")
+        peers, options = self._new_arguments(), ffi.new("pydet_fold_options *")
+        options.struct_size = ffi.sizeof("pydet_fold_options")
         options.peers = peers
         alive = [peers, options]
-        part, out = (_tensor(one, alive) for one in self.nothing)
+        part, out = (_tensor(one, alive) for one in self.nothing[:, :1])
         parts = ffi.new("const pydet_tensor *[]", [part])
         return [*alive, parts], (parts, 1, ffi.NULL, out, options)
 
     def _arguments(self, word: int) -> Any:
-        peers = ffi.new("pydet_fold_peers *")
-        peers.ranks, peers.rank, peers.timeout_ms = self.world, self.rank, self.timeout_ms
+        """Of one launch, inside of its turn: what the last one was given otherwise is the caller's to put right."""
+        peers = self._reused
         peers.memory, peers.memory_size, peers.word = self.addresses, self.size, word
+        return peers
+
+    @functools.cached_property
+    def _reused(self) -> Any:
+        return self._new_arguments()
+
+    def _new_arguments(self) -> Any:
+        peers = ffi.new("pydet_fold_peers *")
+        peers.struct_size = ffi.sizeof("pydet_fold_peers")
+        peers.ranks, peers.rank, peers.timeout_ms = self.world, self.rank, self.timeout_ms
         peers.fault = ffi.cast("uint64_t *", self.fault.data_ptr())
         return peers
 
@@ -322,6 +360,43 @@ class Peers:
             fail(constants.PYDET_INVALID_VALUE, "memory of all ranks is made under graph capture; call it once before")
 
 
+class _Call:
+    """The arguments of pydet_fold for tensors of some shapes and types, whose addresses are put in at each call."""
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        bias: Tensor | None,
+        order: Order,
+        accumulate: bool,
+        kernel: str | None,
+    ) -> None:
+        self.alive: list[Any] = []
+        self.parts = [_tensor(part, self.alive) for part in parts]
+        self.out, self.bias = _tensor(out, self.alive), ffi.NULL if bias is None else _tensor(bias, self.alive)
+        self.pointers = ffi.new("const pydet_tensor *[]", self.parts)
+        self.name = ffi.new("char[]", kernel.encode()) if kernel else ffi.NULL
+        self.options = ffi.new("pydet_fold_options *")
+        self.options.struct_size = ffi.sizeof("pydet_fold_options")
+        self.options.order = constants.PYDET_TREE if order == "tree" else constants.PYDET_ORDERED
+        self.options.accumulate, self.options.kernel = accumulate, self.name
+
+    def run(self, stream: Any, peers: Any, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None) -> None:
+        for tensor, part in zip(self.parts, parts, strict=True):
+            tensor.data = ffi.cast("void *", part.data_ptr())
+        self.out.data = ffi.cast("void *", out.data_ptr())
+        if bias is not None:
+            self.bias.data = ffi.cast("void *", bias.data_ptr())
+        self.options.peers, where = peers, ffi.cast("void *", stream.cuda_stream)
+        library = _native.load(constants.PYDET_EXCHANGE_CUDA)
+        library.check(library.lib.pydet_fold(where, self.pointers, len(self.parts), self.bias, self.out, self.options))
+
+
+_calls: dict[Any, _Call] = {}  # those that no thread is in
+_MOST_CALLS = 256
+
+
 def fold_with_peers(
     stream: Any,
     peers: Any,
@@ -333,24 +408,14 @@ def fold_with_peers(
     kernel: str | None = None,
 ) -> None:
     """pydet_fold with the options that pydet.fold does not have."""
-    library, alive = _native.load(constants.PYDET_EXCHANGE_CUDA), [peers]
-    given = [_tensor(part, alive) for part in parts]
     peers.struct_size = ffi.sizeof("pydet_fold_peers")
-    options = ffi.new("pydet_fold_options *")
-    options.struct_size = ffi.sizeof("pydet_fold_options")
-    options.order = constants.PYDET_TREE if order == "tree" else constants.PYDET_ORDERED
-    options.accumulate, options.peers = accumulate, peers
-    name = ffi.new("char[]", kernel.encode()) if kernel else ffi.NULL
-    options.kernel = name
-    status = library.lib.pydet_fold(
-        ffi.cast("void *", stream.cuda_stream),
-        ffi.new("const pydet_tensor *[]", given),
-        len(given),
-        ffi.NULL if bias is None else _tensor(bias.contiguous(), alive),
-        _tensor(out, alive),
-        options,
-    )
-    library.check(status)
+    bias = None if bias is None else bias.contiguous()
+    given = [None if x is None else (x.shape, x.dtype) for x in (out, bias, *parts)]
+    key = (*given, out.device, order, accumulate, kernel)
+    call = _calls.pop(key, None) or _Call(parts, out, bias, order, accumulate, kernel)
+    call.run(stream, peers, parts, out, bias)
+    if len(_calls) < _MOST_CALLS:
+        _calls[key] = call
 
 
 def peers_of(group: Group, device: torch.device) -> Peers | None:

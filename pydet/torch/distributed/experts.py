@@ -1,0 +1,110 @@
+"""A mixture of experts whose experts are shared out over the ranks, and whose tokens are: each goes to its experts.
+
+A row of an expert's results is a function of that row of tokens alone, and rows travel whole; so a token does not feel
+where its experts live, nor who else's tokens they have. The sum over a token's slots is made where the token is, in the
+order of the slots. An expert has the tokens of rank 0 first, then those of rank 1: the order of one rank that has them
+all, so the gradient of its weights is the same chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pydet._native import INVALID_DTYPE, constants, fail
+from pydet.torch.distributed.exchange import Group, Tensor, gather, shared, together
+from pydet.torch.experts import FromExperts, ToExperts, combine, route
+
+_OP = "expert_parallel"
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to their ranks: `send` of them to each, `receive` from each; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.splits, ctx.group = (send, receive), group
+        return _exchanged(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        send, receive = ctx.splits
+        return _exchanged(gradients[0], receive, send, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    if len(send) == 1:
+        return rows
+    got = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(got, rows.contiguous(), receive, send, group=group)
+    return got
+
+
+def expert_parallel(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    experts: Callable[[Tensor, Tensor], Tensor],
+    num_experts: int,
+    *,
+    group: Group = None,
+) -> Tensor:
+    """The weighted sum of each token's experts, where rank r has experts r E / W and following; with gradients.
+
+    The bits of results and gradients are those of one rank that has all experts and all tokens, rank 0's first. The
+    host waits for the number of rows that each rank gets.
+
+    Args:
+        x: ``[T, H]``: this rank's tokens; T may differ from rank to rank.
+        index: ``[T, slots]``, int64: the experts of each token. One that is none adds nothing.
+        weights: ``[T, slots]``: what each expert's result is multiplied with.
+        experts: makes the rows ``[R, H]`` of this rank's E / W experts, sorted by expert, into results ``[R, ...]``; it
+            also gets where each expert's rows end, int32 ``[E / W]``: what ``torch.ops.pydet.grouped_gemm`` takes.
+            It is called on every rank, also for no rows.
+        num_experts: E, of all ranks; a multiple of their number.
+        group: a process group, the default one if None.
+
+    Returns:
+        ``[T, ...]``, of the type of x.
+
+    Raises:
+        Error: on every rank, where one has other extents or types, or refuses.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def terms() -> tuple[Any, ...]:
+        if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(x):
+            given = (("x", x), ("index", index), ("weights", weights))
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given)
+            fail(constants.PYDET_INVALID_SHAPE, f"{_OP}: {shapes}, want [T, H], [T, slots] and [T, slots]")
+        if index.dtype != torch.int64:
+            fail(INVALID_DTYPE, f"{_OP}: index is {index.dtype}, want int64")
+        each = shared(num_experts, world, _OP, "num_experts")
+        return each, f"rows of {x.shape[1]}", x.dtype, f"{index.shape[1]} slots, {num_experts} experts"
+
+    each = together(_OP, group, x.device, terms)[0]
+    # Those of no expert, negative or too large, come last, and are sent nowhere.
+    known = torch.where(index < 0, num_experts, index)
+    routing = route(known, num_experts)
+    rows = ToExperts.apply(x, routing.order, routing.inverse)
+    counts = torch.diff(routing.ends, prepend=routing.ends.new_zeros(1))
+    everyone = gather(counts.to(torch.int64), group)  # [W, E]
+    mine = everyone[:, rank * each : (rank + 1) * each]
+    send, receive = torch.stack([everyone[rank].view(world, each).sum(1), mine.sum(1)]).tolist()
+    sent, total = sum(send), rows.shape[0]
+
+    got = _Exchange.apply(rows[:sent], send, receive, group)
+    numbers = torch.arange(each, device=x.device).repeat(world)
+    ids = torch.repeat_interleave(numbers, mine.flatten(), output_size=sum(receive))
+    order = torch.argsort(ids, stable=True)  # of one expert: by rank, then as they were
+    ends = mine.sum(0).cumsum(0).to(torch.int32)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=x.device)
+    made = experts(FromExperts.apply(got, back, order), ends)
+    results = _Exchange.apply(FromExperts.apply(made, order, back), receive, send, group)
+    if sent < total:
+        results = torch.cat([results, results.new_zeros(total - sent, *results.shape[1:])])
+    return combine(results, weights, routing, x.dtype)
