@@ -3,11 +3,13 @@
 # make cpu        only pydet/libpydet_cpu.so
 # make bench      pydet beside its peers on this machine; tables, JSON and plots under bench/raw/
 # make cuda       pydet/libpydet_cuda.so (nvcc 13; no GPU needed)
+# make cuda-kernels  all kernels that are not Hopper's alone for each of ARCHS (80 86 89 100 120): that none spills
 # make hip        pydet/libpydet_hip.so (ROCm 5.2 to 7, or its headers and clang; no GPU needed); ROCM, HIPCC, HIP_ARCHS
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS;
 #                 GPU_WORKERS: in how many processes the tests run (one, without pytest-xdist), on all GPUs
 # make stress     on a machine with a GPU, after make cuda: mixed calls of all kernels for SECONDS (60), none may differ
+# make numbers    Hopper's exponential of all 2^32 numbers against its recorded hash; make test takes every 251st
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
 #                 libraries in LIBDIR (lib); DESTDIR goes before both
 # make wheel      dist/pydet-*manylinux*.whl, the libraries of WHEEL_BUILDS (cpu cuda) for machines without a compiler
@@ -101,7 +103,12 @@ HOST := $(call named,core/* entry/* entry/*/* ops/*/*) $(addprefix cpu/,backend 
 SLOW := $(addprefix cpu/,attention gemm_ieee rmsnorm attention_backward layernorm)
 KERNELS := $(SLOW) $(filter-out $(HOST) $(SLOW),$(call named,cpu/*))
 VECTOR := $(filter-out scalar,$(ISAS))
-SHARED := $(foreach kernel,$(KERNELS),$(VECTOR:%=$(BUILD)/$(kernel).%.o)) $(patsubst %,$(BUILD)/%.o,$(KERNELS:=.scalar) $(HOST))
+# With SANITIZE, instruction sets whose kernels are not made anew: their objects are those of the build in PLAIN_BUILD.
+PLAIN ?=
+PLAIN_BUILD ?= build
+SHARED := $(foreach kernel,$(KERNELS),$(patsubst %,$(BUILD)/$(kernel).%.o,$(filter-out $(PLAIN),$(VECTOR)))) \
+  $(patsubst %,$(BUILD)/%.o,$(KERNELS:=.scalar) $(HOST)) \
+  $(foreach kernel,$(KERNELS),$(patsubst %,$(PLAIN_BUILD)/$(kernel).%.o,$(filter $(PLAIN),$(VECTOR))))
 OBJECTS := $(SHARED) $(BUILD)/gpu/none.o
 
 .DEFAULT_GOAL := all
@@ -233,6 +240,10 @@ COMPRESS ?= size
 NVCCFLAGS := -std=c++17 -O1 --fmad=false --compress-mode=$(COMPRESS) -Xptxas -warn-spills -Werror all-warnings -Inative -Inative/include \
   -Xcompiler "-fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fstack-clash-protection $(HARDENED) $(NUMERIC) -Wall -Wextra -Werror"
 gencode = $(foreach arch,$(1),-gencode arch=compute_$(arch),code=sm_$(arch))
+# Of kernels named here, or `all`, code that is quickly made, slow and may spill: that it compiles is seen in a third of
+# the time. MAKES=-cubin: the device's half alone.
+QUICK ?=
+MAKES ?= -c
 $(BUILD)/gpu/nvidia/sm90/%.o: GENCODE := $(call gencode,90a)
 # PTX of compute_90 is for architectures after it that are not listed; those before it run the SASS of their generation.
 # What 90a adds to 90 only sm90/ uses: elsewhere that PTX is Hopper's SASS too, the same to the bit, in one pass less.
@@ -317,15 +328,27 @@ $(BUILD)/gpu/nvidia/attention_backward_keys_mma.o: NVCCFLAGS := $(subst -Xptxas 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS))
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/attention_mma.%.o): $(BUILD)/gpu/nvidia/attention_mma.%.o: native/gpu/nvidia/attention_mma.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP $(MAKES) $< -o $@
 
 $(MMA_TYPES:%=$(BUILD)/gpu/nvidia/gemm_mma.%.o): $(BUILD)/gpu/nvidia/gemm_mma.%.o: native/gpu/nvidia/gemm_mma.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_MMA_TYPE=$* -MMD -MP $(MAKES) $< -o $@
 
 $(BUILD)/gpu/%.o: native/gpu/%.cu
 	@mkdir -p $(@D)
-	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -MMD -MP -c $< -o $@
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -MMD -MP $(MAKES) $< -o $@
+
+QUICKLY := $(if $(filter all,$(QUICK)),$(filter-out nvidia/sm90/%,$(CUDA_KERNELS)),$(QUICK))
+$(QUICKLY:%=$(BUILD)/gpu/%.o): NVCCFLAGS := $(subst -Xptxas -warn-spills,,$(NVCCFLAGS)) --Ofast-compile=max
+
+# Every kernel outside sm90/ for each of ARCHS, linked to nothing: that it compiles, and spills where make cuda lets it
+# alone. CI makes those of sm_80 that are other code than sm_90's, quickly.
+ARCHS ?= 80 86 89 100 120
+.PHONY: cuda-kernels
+cuda-kernels: $(ARCHS:%=cuda-kernels-%)
+cuda-kernels-%:
+	@$(MAKE) --no-print-directory BUILD='$(BUILD)/sm_$*' GENCODE='$(call gencode,$*)' MAKES=-cubin \
+	  $(patsubst %,'$(BUILD)/sm_$*/gpu/%.o',$(filter-out nvidia/sm90/%,$(CUDA_KERNELS)))
 
 -include $(OBJECTS:.o=.d) $(CUDA_OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d)
 
@@ -471,6 +494,10 @@ SECONDS ?= 60
 .PHONY: stress
 stress:
 	PYTHONPATH=. $(PYTHON) tests/stress.py --seconds $(SECONDS)
+
+.PHONY: numbers
+numbers: $(VENV)/installed cpu
+	PYDET_TEST_ALL_NUMBERS=1 $(VENV)/bin/python -m pytest -q tests/test_ex2.py -k hash
 
 gpu-build: cpu cuda
 	$(PYTHON) -c "import setup; setup.write_declarations()"

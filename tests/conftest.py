@@ -31,6 +31,32 @@ sys.path.insert(
 )  # the interpreter and the runtime of HIP
 
 
+def processor_seconds():
+    """What this process has taken of processors, and those that it started and waited for."""
+    return sum(os.times()[:4])
+
+
+ACCOUNT = os.environ.get("PYDET_ACCOUNT")  # a file that gets what each test took, as seconds of processor time
+
+
+def account(seconds, what):
+    with open(ACCOUNT, "a") as file:
+        file.write(f"{seconds:.2f}\t{what}\n")
+
+
+def pytest_collection_finish(session):
+    if ACCOUNT:  # in each process of pytest-xdist
+        account(processor_seconds(), "imports, collection")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    before = processor_seconds()
+    yield
+    if ACCOUNT:
+        account(processor_seconds() - before, item.nodeid)
+
+
 class ForcedKernel:
     """One kernel at one element type. Its operations take NumPy arrays and have pydet's signatures."""
 

@@ -42,7 +42,7 @@ each = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "vectors" if fl
 
 @each
 def test_the_recorded_hash(program, flags):
-    """Every 251st fp32 number; all of them where PYDET_TEST_ALL_NUMBERS is set (36 s with vectors)."""
+    """Every 251st fp32 number; all of them where PYDET_TEST_ALL_NUMBERS is set (make numbers; 36 s)."""
     for step in (251, 1) if os.environ.get("PYDET_TEST_ALL_NUMBERS") and flags is VECTORS else (251,):
         assert program(flags, "hash", step)[0] == HASHES[step], step
 

@@ -112,6 +112,13 @@ def hip(library, request):
     return library
 
 
+# Norms, softmax, activations and sampling are one source without matrix cores: the newer architecture stands for both,
+# whose code is inspected (.ci/check_hip.py). PYDET_TEST_ALL_ARCHS: each runs.
+one_source = pytest.mark.parametrize(
+    "hip", ARCHS if os.environ.get("PYDET_TEST_ALL_ARCHS") else ["gfx942"], indirect=True
+)
+
+
 def normal(*shape, dtype="fp32", seed=0):
     return np.random.default_rng(seed + sum(shape)).standard_normal(shape, np.float32).astype(DTYPES[dtype])
 
@@ -544,6 +551,7 @@ def rmsnorm_backward(hip, dy, x, weight, rstd, dresidual, where, kernel=None, jo
     return [dx, dweight] if joined else [dx]
 
 
+@one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rmsnorm_equals_cpu(hip, dtype):
     taken = set()
@@ -561,6 +569,7 @@ def test_rmsnorm_equals_cpu(hip, dtype):
     assert taken == {name for name, *_ in table(hip, "rmsnorm")}
 
 
+@one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rmsnorm_backward_equals_cpu(hip, dtype):
     taken = set()
@@ -580,6 +589,7 @@ def test_rmsnorm_backward_equals_cpu(hip, dtype):
     assert taken == {name for name, *_ in table(hip, "rmsnorm_backward")}
 
 
+@one_source
 def test_sums_of_blocks_equal_cpu(hip):
     dy, x, weight = normal(520, 8, dtype="bf16", seed=1), normal(520, 8, dtype="bf16"), normal(8)
     rstd = rmsnorm(hip, x, weight, None, CPU)[1]
@@ -590,6 +600,7 @@ def test_sums_of_blocks_equal_cpu(hip):
             assert_same_bits(ours, theirs, f"{name}, sums of blocks on {hip.arch}")
 
 
+@one_source
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 def test_rmsnorm_of_heads_equals_cpu(hip, dtype):
     """Weights and biases of heads, a residual in fp32, rows that lie apart; dbias, and dy beside a sum in fp32."""
@@ -620,6 +631,7 @@ def test_rmsnorm_of_heads_equals_cpu(hip, dtype):
 WIDTHS = (64, 128, 256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
 
 
+@one_source
 def test_rmsnorm_of_every_width_equals_cpu(hip):
     hip.order = in_reverse
     for dtype, n, residual in itertools.product(DTYPES, WIDTHS, (False, True)):
@@ -631,6 +643,7 @@ def test_rmsnorm_of_every_width_equals_cpu(hip):
     assert hip.ran >= {name for name in instances(hip, "norm_kernel") if "7RmsNorm" in name}
 
 
+@one_source
 def test_rmsnorm_backward_of_every_width_equals_cpu(hip):
     """The sums of dweight take longest here: each team has them once, in one of its types."""
     hip.order = in_reverse
@@ -840,6 +853,7 @@ def layernorm_backward(hip, dy, x, weight, of_rows, dresidual, where, kernel=Non
 LAYER_WIDTHS = (256, 2048, 8192, 1101)  # the longest row of each team that holds one; and one that none holds
 
 
+@one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layernorm_equals_cpu(hip, dtype):
     """Each team and each function, in every type; what is absent takes turns."""
@@ -864,6 +878,7 @@ def test_layernorm_equals_cpu(hip, dtype):
     assert every and hip.ran >= every
 
 
+@one_source
 def test_layernorm_of_several_blocks_of_rows_equals_cpu(hip):
     """The sums over rows that pass a chain, a group and a block, continued."""
     dy, x, weight, bias = normal(274, 8, seed=1), normal(274, 8), normal(8), normal(8, seed=2)
@@ -904,6 +919,7 @@ def same_softmax(hip, function, x, kernel):
     assert_same_bits(got, softmax(hip, function, x, CPU), f"{function} by {kernel}, {x.dtype} {x.shape} on {hip.arch}")
 
 
+@one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_equals_cpu(hip, dtype):
     """Each kernel and function, with rows that share a block, a rest of rows, special values, rows of any alignment."""
@@ -923,6 +939,7 @@ def test_softmax_equals_cpu(hip, dtype):
     same_softmax(hip, "softmax_backward", cases.data("wide", (1, 2049), DTYPES[dtype], 1), "hip_softmax_backward_long")
 
 
+@one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_equals_cpu(hip, dtype):
     """Each kind, alone and gated, with its gradients: whole vectors and a rest, rows that lie apart, special values."""
@@ -953,6 +970,7 @@ SAMPLED = [(1, {}), (7, {"top_k": 3}), (130, {"top_p": 0.6}), (1029, {"temperatu
 SAMPLED += [(2056, {"top_k": 200, "top_p": 0.9, "temperature": 2.0}), (300, {"temperature": 0.0})]
 
 
+@one_source
 def test_sample_equals_cpu(hip):
     """Each filter; equal elements, where a cut falls among them; a row that has no token; both log-probabilities."""
     hip.order = in_reverse
@@ -973,6 +991,7 @@ def test_sample_equals_cpu(hip):
             assert_same_bits(ours, theirs, f"{given} of {n}, result {result} on {hip.arch}")
 
 
+@one_source
 def test_topk_equals_cpu(hip):
     hip.order = in_reverse
     for number, (n, k) in enumerate(((1, 1), (9, 9), (257, 5), (1030, 33))):
@@ -1048,6 +1067,7 @@ def test_embedding_backward_equals_cpu(hip):
 SHORT_WIDTHS = (1, 7, 8, 9, 15, 16, 17, 31, 32)
 
 
+@one_source
 def test_softmax_of_every_width_equals_cpu(hip):
     """Each team that holds a row, in every type, by the functions in turn."""
     hip.order = in_reverse

@@ -5,7 +5,6 @@
 // the system, whose thread_local variables are its shared memory.
 #include "block.h"
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <condition_variable>
@@ -23,6 +22,10 @@ alignas(128) thread_local char staged_memory[kMostShared] asm("_ZN5pydet12_GLOBA
 thread_local uint3 threadIdx, blockIdx;
 thread_local dim3 blockDim, gridDim;
 
+// Of GCC's own, which save what a function of theirs needs and no more; a buffer of libc's is made anew at every jump.
+using Jump = void *[5];
+__attribute__((noinline)) static void jump(Jump to) { __builtin_longjmp(to, 1); }  // never from where the jump was made
+
 namespace emulated {
 namespace {
 
@@ -31,7 +34,7 @@ enum class State { begins, runs, waits, at_warp, at_block, ended };  // the firs
 
 struct Fiber {
   ucontext_t context;  // where it begins
-  jmp_buf at;
+  Jump at;
   std::unique_ptr<char[]> stack;
   State state;
   uint3 index;
@@ -60,74 +63,87 @@ enum Omission { barrier, exchange, wait };
 int omitted = -1, omitted_number;
 bool in_order;  // blocks start as their numbers ascend
 
-// Of the block that runs in this thread of the system.
-thread_local char anchor;
-thread_local std::vector<Fiber> fibers;
-thread_local std::vector<Warp> warps;
-thread_local jmp_buf scheduler;
-thread_local int current, threads, rank;
-thread_local int against[3];  // votes of the block: of this one, of one that some have not read, of one that all have
-thread_local bool moved;
-thread_local Cluster *cluster;
-thread_local const std::function<void()> *body;
+// A block, by the thread of the system that runs it.
+struct Block {
+  char *anchor;  // in its shared memory
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Jump scheduler;
+  int current, threads, rank;
+  int against[3];  // votes of the block: of this one, of one that some have not read, of one that all have
+  bool moved;
+  Cluster *cluster;
+  const std::function<void()> *body;
 
-void pause(State state) {
-  Fiber &fiber = fibers[current];
+  Fiber &fiber() { return fibers[current]; }
+};
+thread_local char anchor;
+thread_local Block *block;
+
+__attribute__((noinline)) void pause(State state) {
+  Fiber &fiber = block->fiber();
   fiber.state = state;
-  if (!_setjmp(fiber.at)) _longjmp(scheduler, 1);  // swapcontext would ask the system for its mask of signals
+  if (!__builtin_setjmp(fiber.at)) jump(block->scheduler);
 }
-bool omits(Omission what) { return fibers[current].done[what]++ == omitted_number && what == omitted; }
+bool omits(Omission what) { return block->fiber().done[what]++ == omitted_number && what == omitted; }
 void fail(const char *why) {
-  cluster->failure = why;
+  block->cluster->failure = why;
   pause(State::waits);
 }
 void begin() {
-  for (;; pause(State::ended)) (*body)();
+  for (;; pause(State::ended)) (*block->body)();
 }
 
 // Lets those of the threads `first` to `last` go on that have met, which are all that have not ended.
-void release(int first, int last, State state) {
+void release(Block &own, int first, int last, State state) {
+  Fiber *const fibers = own.fibers.data();
   int one = -1;
   for (int i = first; i < last; ++i) {
     if (fibers[i].state != state && fibers[i].state != State::ended) return;
     if (fibers[i].state == state) one = i;
   }
   if (one < 0) return;
-  bool *const there = warps[first / kWarp].there[fibers[one].meetings % 2];
+  bool *const there = own.warps[first / kWarp].there[fibers[one].meetings % 2];
   for (int i = first; i < last; ++i) {
     if (state == State::at_warp) there[i - first] = fibers[i].state == state;
     if (fibers[i].state == state) fibers[i].state = State::runs;
   }
-  moved = true;
+  own.moved = true;
+}
+
+__attribute__((noinline)) void go_on(Block &own, Fiber &fiber) {
+  if (__builtin_setjmp(own.scheduler)) return;
+  if (fiber.state == State::begins) setcontext(&fiber.context);
+  jump(fiber.at);
 }
 
 // Each thread once, as far as it goes. Whether some are left.
-bool walk(bool ascending) {
+bool walk(Block &own, bool ascending) {
+  const int threads = own.threads;
   int left = 0;
-  moved = false;
-  for (int k = 0; k < threads && !cluster->failure; ++k) {
-    current = ascending ? k : threads - 1 - k;
-    Fiber &fiber = fibers[current];
+  own.moved = false;
+  for (int k = 0; k < threads && !own.cluster->failure; ++k) {
+    own.current = ascending ? k : threads - 1 - k;
+    Fiber &fiber = own.fiber();
     if (fiber.state <= State::waits) {
-      moved |= fiber.state != State::waits;
+      own.moved |= fiber.state != State::waits;
       threadIdx = fiber.index;
-      if (!_setjmp(scheduler)) {
-        if (fiber.state == State::begins) setcontext(&fiber.context);
-        _longjmp(fiber.at, 1);
-      }
+      go_on(own, fiber);
     }
     left += fiber.state != State::ended;
   }
-  for (int first = 0; first < threads; first += kWarp) release(first, std::min(first + kWarp, threads), State::at_warp);
-  release(0, threads, State::at_block);
+  for (int first = 0; first < threads; first += kWarp)
+    release(own, first, std::min(first + kWarp, threads), State::at_warp);
+  release(own, 0, threads, State::at_block);
   return left > 0;
 }
 
-void run_block(bool ascending, size_t shared_bytes) {
-  threads = int(blockDim.x * blockDim.y * blockDim.z);
+void run_block(Block &own, bool ascending, size_t shared_bytes) {
+  const int threads = own.threads = int(blockDim.x * blockDim.y * blockDim.z);
+  std::vector<Fiber> &fibers = own.fibers;
   if (int(fibers.size()) < threads) fibers.resize(threads);
-  warps.assign((threads + kWarp - 1) / kWarp, Warp());
-  memset(against, 0, sizeof against);
+  own.warps.assign((threads + kWarp - 1) / kWarp, Warp());
+  memset(own.against, 0, sizeof own.against);
   memset(shared_memory, 0x7F, shared_bytes);
   memset(staged_memory, 0x7F, shared_bytes);
   for (int i = 0; i < threads; ++i) {
@@ -143,30 +159,32 @@ void run_block(bool ascending, size_t shared_bytes) {
     fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStack;
     makecontext(&fiber.context, begin, 0);
   }
-  std::unique_lock<std::mutex> lock(cluster->mutex);
-  cluster->anchors[rank] = &anchor;
-  for (bool left = true; left && !cluster->failure;) {
-    cluster->turned.wait(lock, [] { return cluster->turn == rank || cluster->failure; });
-    ++cluster->idle;
-    for (moved = true; left && moved && !cluster->failure;) {
-      left = walk(ascending);
-      if (moved) cluster->idle = 0;
+  Cluster &cluster = *own.cluster;
+  const int rank = own.rank;
+  std::unique_lock<std::mutex> lock(cluster.mutex);
+  cluster.anchors[rank] = own.anchor;
+  for (bool left = true; left && !cluster.failure;) {
+    cluster.turned.wait(lock, [&] { return cluster.turn == rank || cluster.failure; });
+    ++cluster.idle;
+    for (own.moved = true; left && own.moved && !cluster.failure;) {
+      left = walk(own, ascending);
+      if (own.moved) cluster.idle = 0;
     }
-    cluster->ended[rank] = !left, cluster->left -= !left;
-    if (cluster->idle > cluster->blocks && cluster->left > 0) cluster->failure = "threads wait for each other";
-    do cluster->turn = (cluster->turn + 1) % cluster->blocks;
-    while (cluster->left > 0 && cluster->ended[cluster->turn]);
-    cluster->turned.notify_all();
+    cluster.ended[rank] = !left, cluster.left -= !left;
+    if (cluster.idle > cluster.blocks && cluster.left > 0) cluster.failure = "threads wait for each other";
+    do cluster.turn = (cluster.turn + 1) % cluster.blocks;
+    while (cluster.left > 0 && cluster.ended[cluster.turn]);
+    cluster.turned.notify_all();
   }
 }
 
 }  // namespace
 
-Copies &copies() { return fibers[current].copies; }
+Copies &copies() { return block->fiber().copies; }
 
 const uint32_t *meet_warp(uint32_t mine, int from) {
-  const int turn = ++fibers[current].meetings % 2, lane = current % kWarp;
-  Warp &warp = warps[current / kWarp];
+  const int turn = ++block->fiber().meetings % 2, lane = block->current % kWarp;
+  Warp &warp = block->warps[block->current / kWarp];
   warp.values[turn][lane] = mine;
   pause(State::at_warp);
   if (from >= 0 && omits(exchange)) warp.values[turn][from] = mine;
@@ -181,14 +199,15 @@ void meet_block() {
 }
 char *shared_begin() { return shared_memory; }
 bool all_of_block(bool holds) {
-  const int turn = fibers[current].votes++ % 3;
+  int *const against = block->against;
+  const int turn = block->fiber().votes++ % 3;
   against[turn] += !holds, against[(turn + 1) % 3] = 0;
   pause(State::at_block);
   return against[turn] == 0;
 }
 void wait_copies(int in_flight) {
   if (omits(wait)) return;
-  Copies &copies = fibers[current].copies;
+  Copies &copies = block->fiber().copies;
   size_t kept = 0;
   for (const Copy &copy : copies.pending) {
     if (copy.group >= copies.groups - in_flight) {
@@ -202,17 +221,17 @@ void wait_copies(int in_flight) {
 }
 void wait_until(const std::function<bool()> &holds) {
   while (!holds()) pause(State::waits);
-  moved = true;
+  block->moved = true;
 }
-int cluster_blocks() { return cluster->blocks; }
-void arrive_at_cluster() { ++cluster->arrivals, ++fibers[current].arrivals; }
+int cluster_blocks() { return block->cluster->blocks; }
+void arrive_at_cluster() { ++block->cluster->arrivals, ++block->fiber().arrivals; }
 void meet_cluster() {
-  const int64_t all = fibers[current].arrivals * threads * cluster->blocks;
-  wait_until([all] { return cluster->arrivals >= all; });
+  const int64_t all = block->fiber().arrivals * block->threads * block->cluster->blocks;
+  wait_until([all] { return block->cluster->arrivals >= all; });
 }
 void *in_block(int to, void *mine) {
-  if (cluster->ended[to]) fail("a block is sent something that has ended");
-  return cluster->anchors[to] + (static_cast<char *>(mine) - &anchor);
+  if (block->cluster->ended[to]) fail("a block is sent something that has ended");
+  return block->cluster->anchors[to] + (static_cast<char *>(mine) - block->anchor);
 }
 
 extern "C" __attribute__((visibility("default"))) void emulated_omit(int what, int number) {
@@ -222,6 +241,7 @@ extern "C" __attribute__((visibility("default"))) void emulated_in_order(int on)
 
 cudaError_t launch(const cudaLaunchConfig_t &config, const std::function<void()> &kernel) {
   thread_local bool other_way = false;
+  thread_local Block kept;  // with the stacks of its fibers
   other_way = !other_way;
   const bool ascending = other_way;
   int size = 1;
@@ -231,24 +251,29 @@ cudaError_t launch(const cudaLaunchConfig_t &config, const std::function<void()>
   const int64_t count = int64_t(grid.x) * grid.y * grid.z / size;
   std::deque<Cluster> clusters(count);
   const char *failure = nullptr;
-  auto run = [&](int number) {
-    rank = number, body = &kernel, blockDim = config.blockDim, gridDim = grid;
+  auto run = [&](Block &own, int number) {
+    block = &own, own.anchor = &anchor, own.rank = number, own.body = &kernel, blockDim = config.blockDim,
+    gridDim = grid;
     for (int64_t k = 0; k < count && !failure; ++k) {
       const unsigned at = unsigned((ascending || in_order ? k : count - 1 - k) * size + number);
       blockIdx = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
-      cluster = &clusters[k];
-      run_block(ascending, config.dynamicSmemBytes);
-      if (cluster->failure) failure = cluster->failure;
+      own.cluster = &clusters[k];
+      run_block(own, ascending, config.dynamicSmemBytes);
+      if (own.cluster->failure) failure = own.cluster->failure;
     }
   };
   for (Cluster &one : clusters) one.blocks = one.left = size, one.anchors.resize(size), one.ended.resize(size);
   std::vector<std::thread> others;
-  for (int number = 1; number < size; ++number) others.emplace_back(run, number);
-  run(0);
+  for (int number = 1; number < size; ++number)
+    others.emplace_back([&run, number] {
+      Block own;
+      run(own, number);
+    });
+  run(kept, 0);
   for (std::thread &other : others) other.join();
   if (!failure) return cudaSuccess;
   fprintf(stderr, "%s\n", failure);
-  fibers.clear();
+  kept.fibers.clear();
   return cudaErrorLaunchFailure;
 }
 
