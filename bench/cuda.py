@@ -7,8 +7,8 @@ natural chain. `--quick` takes a few shapes of each operation. `gemm --random N 
 the layers of published models (model_shapes.py) instead of the list: M log-uniform, each direction, types, k_chunk;
 `rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax; `attention --random N
 --seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _backward,
-_backward_varlen, _decode and _paged. `sample`, `topk`, `activation`, `embedding` and `head` (cuda_tokens.py) have lists
-and draws alike.
+_backward_varlen, _decode, _paged, and _mma and _backward_mma by mma.sync. `sample`, `topk`, `activation`,
+`embedding` and `head` (cuda_tokens.py) have lists and draws alike.
 """
 
 import argparse

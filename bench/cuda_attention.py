@@ -31,7 +31,7 @@ ON_CPU = 1 << 24  # multiply-adds of a row that is compared with the CPU's as we
 @dataclass(frozen=True)
 class Drawn:
     """kind: "prefill", "varlen", "backward", "backward_varlen", "decode" or "paged". lengths: of a pack. window: keys
-    before a query that it sees."""
+    before a query that it sees. mma: by the kernel for Ampere, Ada and consumers' Blackwell, which any GPU has."""
 
     kind: str
     heads: int
@@ -45,13 +45,14 @@ class Drawn:
     dtype: str = "bf16"
     lengths: tuple[int, ...] = ()
     page: int = 0
+    mma: bool = False
 
     @property
     def op(self):
         seen = "window" if self.window is not None else "causal" if self.causal else "full"
         kind = {"prefill": "attention", "backward_varlen": "backward, varlen"}.get(self.kind, self.kind)
         of = f", pages of {self.page}" if self.page else "" if self.kind == "decode" else f", {seen}"
-        return f"{kind} {self.d}{of}"
+        return f"{kind} {self.d}{of}{', mma' if self.mma else ''}"
 
     @property
     def shape(self):
@@ -80,6 +81,9 @@ class Drawn:
         return 4 * self.sequences * self.keys * self.groups * self.d
 
 
+BY_MMA = {"prefill_mma": "prefill", "backward_mma": "backward"}
+
+
 # ---- Draws -----------------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +93,8 @@ def log_uniform(chance, least, most):
 
 def draw(kind, count, seed):
     """`count` problems of a kind, of the heads of published models."""
+    if kind in BY_MMA:
+        return [replace(one, mma=True) for one in draw(BY_MMA[kind], count, seed)]
     chance, models, found = random.Random(f"{kind} {seed}"), sorted(MODELS), []
     while len(found) < count:
         *_, heads, groups, d = MODELS[chance.choice(models)]
@@ -122,6 +128,9 @@ def draw(kind, count, seed):
 
 def listed(kind, quick):
     """The shapes of a run without --random."""
+    if kind in BY_MMA:
+        yield from (replace(one, mma=True) for one in listed(BY_MMA[kind], quick))
+        return
     widths = ((64, 32, 8), (128, 32, 8), (256, 16, 4))
     if kind in ("prefill", "backward"):
         for d, heads, groups in widths[1:2] if quick else widths:
@@ -207,12 +216,20 @@ def sequence_of(p, x, s):
 # ---- pydet and its peers: each makes the call of a set of operands ---------------------------------------------------
 
 
+def kernel_of(p):
+    """The name of the kernel that is asked for; None: whichever is chosen."""
+    if not p.mma:
+        return None
+    arithmetic = "sm90" if torch.cuda.get_device_capability() >= (9, 0) else "sm80"
+    return f"cuda_attention{'_backward' if p.backward else ''}_{arithmetic}_mma"
+
+
 def ours(p, x):
     return backward(p, x) if p.backward else forward(p, x)
 
 
 def backward(p, x):
-    how = {"causal": p.causal, "window": None if p.window is None else (p.window, None)}
+    how = {"causal": p.causal, "window": None if p.window is None else (p.window, None), "kernel": kernel_of(p)}
     operands = x.dout, x.q, x.k, x.v, x.out
     if p.lengths:
         call = partial(pydet.attention_varlen_backward, *operands, x.lse, x.starts, x.starts)
@@ -225,6 +242,8 @@ def backward(p, x):
 def forward(p, x, **more):
     turned = [t.transpose(1, 2) for t in (x.q, x.k, x.v, x.out)]
     how = {"causal": p.causal, "window": None if p.window is None else (p.window, None), **more}
+    if p.mma and not p.backward:
+        how["kernel"] = kernel_of(p)
     if p.lengths:
         return partial(pydet.attention_varlen, x.q, x.k, x.v, x.starts, x.starts, out=x.out, **how)
     if p.page:
@@ -472,7 +491,9 @@ def random_summary(entries):
 _KINDS = {
     "attention": "prefill",
     "attention_varlen": "varlen",
+    "attention_mma": "prefill_mma",
     "attention_backward": "backward",
+    "attention_backward_mma": "backward_mma",
     "attention_backward_varlen": "backward_varlen",
     "attention_decode": "decode",
     "attention_paged": "paged",

@@ -1,6 +1,7 @@
 """The bench of attention, all but its times: what it draws, the peers that it leaves out, the bits, what it says."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -56,7 +57,9 @@ def copied(p, x):
     return lambda: x.q.clone()
 
 
-@pytest.mark.parametrize("kind", ["prefill", "varlen", "backward", "backward_varlen", "decode", "paged"])
+@pytest.mark.parametrize(
+    "kind", ["prefill", "varlen", "backward", "backward_varlen", "decode", "paged", "backward_mma"]
+)
 def test_draws(kind):
     drawn = cuda_attention.draw(kind, 300, 5)
     assert drawn == cuda_attention.draw(kind, 300, 5) != cuda_attention.draw(kind, 300, 6)
@@ -74,6 +77,22 @@ def test_draws(kind):
     assert all(len(p.shape.split(" x ")) == 6 for p in [*drawn, *cuda_attention.listed(kind, False)])
     assert 0 < len(list(cuda_attention.rows(kind, True))) < len(list(cuda_attention.rows(kind, False)))
     assert len(list(cuda_attention.random_rows(kind, 7, 1))) == 7
+
+
+@pytest.mark.parametrize("kind", ["prefill", "backward"])
+def test_a_kernel_that_is_asked_for(kind, monkeypatch):
+    """The problems of `kind`, and the name of the kernel that a GPU has."""
+    drawn = cuda_attention.draw(f"{kind}_mma", 20, 5)
+    assert [replace(p, mma=False) for p in drawn] == cuda_attention.draw(kind, 20, 5) and all(p.mma for p in drawn)
+    p, name = drawn[0], "attention" if kind == "prefill" else "attention_backward"
+    assert p.op.endswith(", mma") and cuda_attention.kernel_of(replace(p, mma=False)) is None
+    for capability, arithmetic in (((8, 0), "sm80"), ((9, 0), "sm90"), ((12, 0), "sm90")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert cuda_attention.kernel_of(p) == f"cuda_{name}_{arithmetic}_mma"
+    small = Drawn(kind, 2, 1, 64, 1, 20, 20, mma=True)
+    x = cuda_attention.operands(replace(small, mma=False))
+    with pytest.raises((ValueError, NotImplementedError), match=f"cuda_{name}_sm90_mma"):  # and it is asked for
+        cuda_attention.ours(small, x)()
 
 
 def test_pairs():

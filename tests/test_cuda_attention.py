@@ -163,6 +163,29 @@ def test_many_tiles(runs, torch):
 
 
 @each("attention")
+def test_packs_of_many_tiles(runs, torch):
+    """Blocks take them from one count, and find those that they had again where results are not finite."""
+    if runs.kernel.arithmetic != "sm90" or runs.kernel.name.endswith("mma"):
+        pytest.skip("one kernel of an arithmetic is compared with another")
+    chance = torch.Generator().manual_seed(5)
+    for d, (heads, groups), sequences in itertools.product((64, 128, 256), ((16, 4), (9, 3)), (1, 9, 70)):
+        lengths = torch.randint(0, 8000 // sequences, (sequences,), generator=chance)
+        lengths[sequences // 2] = 3001
+        ends = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+        q, k, v = (runs.normal(int(ends[-1]), x, d) for x in (heads, groups, groups))
+        for end in ends[1:].tolist():
+            v[max(end - 2, 0) : max(end - 1, 0)] = float("inf")  # of a key that most rows of its tile do not see
+        q, k, v, ends = (x.cuda() for x in (q, k, v, ends))
+        for given in ({"causal": True}, {"causal": True, "window": (200, 0)}, {}):
+            one, other = (
+                pydet.attention_varlen(q, k, v, ends, ends, kernel=name, arithmetic="sm90", **given)
+                for name in (runs.kernel.name, "cuda_attention_sm90_mma")
+            )
+            differ = int((words(one) != words(other)).sum())
+            assert not differ, f"d {d}, {heads} heads of {groups}, {sequences} sequences, {given}: {differ} differ"
+
+
+@each("attention")
 def test_windows(runs):
     windows = [(100, 0), (127, None), (128, 128), (0, 0), (1023, None), (5, 3000), (None, 17)]
     for d, window, causal in itertools.product((64, 128, 256), windows, (False, True)):

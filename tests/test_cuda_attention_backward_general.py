@@ -112,6 +112,52 @@ def test_extents(runs):
         runs.check(*tensors, causal=causal, what=f"d {d}, {queries} x {keys}, causal {causal}")
 
 
+# One less, equal, one more: what the fast kernels walk at a time, and their tiles of keys and rows, of 64 or 128.
+TILES = [(31, 63), (33, 65), (63, 129), (64, 127), (65, 128), (127, 191), (129, 193), (191, 257), (193, 255), (257, 64)]
+
+
+@each("attention_backward")
+def test_tiles(runs):
+    for d, (i, (queries, keys)) in itertools.product((64, 96, 128, 256), enumerate(TILES)):
+        heads, groups = ((4, 2), (3, 3), (6, 1))[i % 3]
+        options = ({"causal": True}, {}, {"window": (40, 3)}, {"causal": True, "window": (70, None)})[i % 4]
+        tensors = runs.dense(1 + i % 2, heads, groups, queries, keys, d)
+        if i % 5 == 0:
+            options["sinks"] = runs.normal(heads).float()
+        runs.check(*tensors, **options, what=f"d {d}, {queries} x {keys}, {heads} heads of {groups}, {options}")
+
+
+@each("attention_backward")
+def test_many_tiles(runs, torch):
+    """As many tiles of 128 keys as there are multiprocessors, from which on they are not made smaller, and one less."""
+    tiles = torch.cuda.get_device_properties(0).multi_processor_count
+    for d, batch, causal in itertools.product((64, 128, 256), (tiles - 1, tiles), (False, True)):
+        tensors = runs.dense(batch, 2, 1, 70, 127 + causal, d)
+        runs.check(*tensors, causal=causal, what=f"d {d}, {batch} tiles, causal {causal}")
+    for d, (queries, keys) in itertools.product((64, 128), ((65, 257), (129, 191), (193, 65))):
+        runs.check(
+            *runs.dense(tiles // 4, 8, 4, queries, keys, d), causal=keys > 190, what=f"d {d}, {queries} x {keys}"
+        )
+
+
+@each("attention_backward")
+def test_vectors_that_begin_anywhere(runs, torch):
+    """The same bits as of vectors at multiples of 16 bytes, by another kernel."""
+    for d, queries, keys in ((64, 70, 130), (128, 130, 129), (256, 65, 100)):
+        how = {"causal": True, "arithmetic": runs.kernel.arithmetic}
+        dout, q, k, v = (x.cuda() for x in runs.dense(2, 4, 2, queries, keys, d))
+        out, lse = pydet.attention(q, k, v, return_lse=True, **how)
+        how["kernel"] = runs.kernel.name
+        want = pydet.attention_backward(dout, q, k, v, out, lse, **how)
+        for moved_one in range(4):
+            given = [dout, q, k, v]
+            x = given[moved_one]
+            given[moved_one] = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+            got = pydet.attention_backward(*given, out, lse, **how)
+            for name, one, two in zip(NAMES, got, want):
+                assert torch.equal(words(one), words(two)), f"d {d}: {name}, operand {moved_one} moved"
+
+
 @each("attention_backward")
 def test_widths_and_heads(runs):
     for d, e in ((8, 8), (40, 72), (72, 40), (96, 96), (136, 128), (128, 136), (192, 128), (256, 256), (576, 512)):
@@ -143,7 +189,7 @@ def test_what_nobody_sees(runs):
         v[:, :, 340], v[:, :, 300, 3], k[:, 1, 345] = inf, nan, nan
         q[:, 1, 7], dout[:, 2, 11], dout[:, 3, 150, 5] = inf, nan, -inf
 
-    for d, causal in itertools.product((64, 128), (False, True)):
+    for d, causal in itertools.product((64, 128, 256), (False, True)):
         runs.check(*runs.dense(1, 4, 2, 200, 350, d), causal=causal, change=change, what=f"d {d}, causal {causal}")
 
 

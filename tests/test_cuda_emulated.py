@@ -454,6 +454,13 @@ def test_selective_scan(device, kernel, dtype):
     given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
     scans.same(device.selective_scan(*given, **own), pydet.selective_scan(*given, **own))
     assert device.taken == len(scans.SCANS) + 4
+    # Columns enough for two of a thread, the last ones alone; rows that are no whole pieces.
+    for sizes in ((1, 11, 8449, 1, 1, 32), (1, 9, 2, 33, 1, 128)):
+        given = scans.scan_of(*sizes, dtype)
+        want = pydet.selective_scan(*given, return_final=True)
+        scans.same(device.selective_scan(*given, return_final=True), want, sizes)
+        given = [*given[:3], *(np.asfortranarray(y) for y in given[3:5]), given[5]]
+        scans.same(device.selective_scan(*given, return_final=True), want, sizes)
 
 
 @each("gated_delta")
@@ -464,6 +471,12 @@ def test_gated_delta(device, kernel, dtype):
     given = scans.delta_of(1, 20, 2, 8, 1, 20, dtype)
     scans.same(device.gated_delta(*given, **own), pydet.gated_delta(*given, **own))
     assert device.taken == len(scans.SCANS) + 4
+    for sizes in ((1, 5, 133, 65, 1, 32), (1, 9, 2, 33, 1, 128)):  # two columns of a thread, as above
+        given = scans.delta_of(*sizes, dtype)
+        want = pydet.gated_delta(*given, return_final=True)
+        scans.same(device.gated_delta(*given, return_final=True), want, sizes)
+        given = [*(np.asfortranarray(y) for y in given[:2]), *given[2:]]
+        scans.same(device.gated_delta(*given, return_final=True), want, sizes)
 
 
 @each("causal_conv1d")
@@ -474,20 +487,31 @@ def test_causal_conv1d(device, kernel, dtype):
 
 @each("selective_scan_backward")
 def test_selective_scan_backward(device, kernel, dtype):
-    """The CPU's cases, states of two and eight rounds, a group of several blocks of columns."""
-    more = [(1, 9, 2, 5, 1, 256), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8)]
+    """The CPU's cases, states of two and eight rounds, a group of several blocks of columns, several tiles of whole
+    rounds with one decay (even numbers have one)."""
+    more = [(1, 9, 2, 5, 1, 256), (1, 10, 2, 3, 1, 64), (1, 3, 4, 20, 2, 8), (1, 9, 1, 2, 1, 40)]
+    more += [(1, 37, 1, 34, 1, 128), (1, 33, 2, 2, 2, 32), (2, 66, 1, 3, 1, 32)]
     scan_gradients.check_selective_scan_backward(device, dtype, scan_gradients.GRADIENTS + more)
-    given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
-    scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
-    assert device.taken == len(scan_gradients.GRADIENTS) + 4
+    for states in (20, 128):
+        given = scans.scan_of(1, 20, 2, 8, 1, states, dtype)
+        scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
+    assert device.taken == len(scan_gradients.GRADIENTS) + 9
 
 
 @each("gated_delta_backward")
 def test_gated_delta_backward(device, kernel, dtype):
-    more = [(1, 10, 2, 3, 1, 64), (1, 9, 2, 5, 1, 256), (1, 3, 4, 40, 2, 8)]
+    more = [
+        (1, 10, 2, 3, 1, 64),
+        (1, 9, 2, 5, 1, 256),
+        (1, 3, 4, 40, 2, 8),
+        (1, 37, 1, 34, 1, 128),
+        (2, 66, 2, 3, 1, 32),
+    ]
     scan_gradients.check_gated_delta_backward(device, dtype, scan_gradients.GRADIENTS + more)
-    scan_gradients.check_pack(device, "gated_delta_backward", scans.delta_of(1, 20, 2, 8, 1, 20, dtype), dtype)
-    assert device.taken == len(scan_gradients.GRADIENTS) + 4
+    for keys in (20, 128):
+        given = scans.delta_of(1, 20, 2, 8, 1, keys, dtype)
+        scan_gradients.check_pack(device, "gated_delta_backward", given, dtype)
+    assert device.taken == len(scan_gradients.GRADIENTS) + 7
 
 
 @each("causal_conv1d_backward")
@@ -703,6 +727,93 @@ def test_fold(device, kernel, dtype):
         pytest.skip("between GPUs")
     folds.check(device.fold)
     assert device.taken > 300
+
+
+# ---- Which jobs blocks of Hopper's attention find --------------------------------------------------------------------
+
+
+class Given(ctypes.Structure):
+    """Of attention_jobs.cpp."""
+
+    INTS = ("sequences", "heads", "group_heads", "pack", "warpgroup_queries", "left", "right", "in_turn")
+    INTS += "most_size", "held", "most_held", "blocks"
+    _fields_ = [
+        *((name, ctypes.c_int) for name in INTS),
+        *((name, ctypes.c_void_p) for name in ("q_start", "k_start", "taken", "followed")),
+        ("numbers", ctypes.c_int),
+    ]
+
+
+class Pack:
+    """What blocks are told of a pack, and which jobs there are."""
+
+    def __init__(self, lengths, keys, counted, **given):
+        self.lengths, self.keys = lengths, keys
+        self.starts = [np.cumsum([0, *x], dtype=np.int32) for x in (lengths, keys)]
+        heads, group_heads, pack = given["heads"], given["group_heads"], given["pack"]
+        self.rows = 64 // pack * 2
+        self.count, self.most = np.zeros(1, np.int32), sum(-(-n // self.rows) for n in lengths) * (heads // pack)
+        self.followed = np.full(self.most + 1, -7, np.int32)
+        at = [x.ctypes.data for x in (*self.starts, self.count, self.followed)]
+        held = given["held"], given["most_held"]
+        size = min(30, max(7, (sum(given["window"]) + self.rows).bit_length() - 1))
+        self.given = Given(
+            len(lengths), heads, group_heads, pack, 64 // pack, *given["window"], given["in_turn"], size,
+            *held, given["blocks"], *at[:2], *(at[2:] if counted else (None, None)), self.most,
+        )  # fmt: skip
+        steps = range(0, heads, pack)
+        self.jobs = {(s, h, q) for s, n in enumerate(lengths) for h in steps for q in range(0, n, self.rows)}
+
+    def find(self, again):
+        found = np.zeros((self.most + 9, 6), np.int32)
+        call = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_attention_jobs
+        call.argtypes = ctypes.POINTER(Given), ctypes.c_bool, ctypes.c_void_p, ctypes.c_int
+        count = call(self.given, again, found.ctypes.data, len(found))
+        assert count == self.most, f"{count} jobs, want {self.most}"
+        return found[:count].tolist()
+
+
+def test_each_job_of_attention_is_found_once():
+    chance = random.Random(3)
+    for trial in range(40):
+        group_heads, forever = chance.randint(1, 4), 1 << 30
+        windows = (forever, 0), (forever, forever), (50, 7)
+        lengths = [
+            chance.choice((0, 1, 2 ** chance.randint(0, 11) + chance.randint(-1, 1)))
+            for _ in range(chance.choice((1, 3, 31, 32, 33, 70)))
+        ]
+        keys = [chance.choice((n, chance.randint(0, 3000))) for n in lengths]
+        given = {
+            "heads": group_heads * chance.randint(1, 4), "group_heads": group_heads,
+            "pack": chance.choice((1, group_heads)), "window": chance.choice(windows),
+            "in_turn": trial % 4 > 0, "held": chance.randint(1, 3000), "most_held": chance.randint(1, 5000),
+            "blocks": chance.choice((1, 2, 7, 132)),
+        }  # fmt: skip
+        pack = Pack(lengths, keys, trial % 2, **given)
+        found = pack.find(False)
+        assert {tuple(job[1:4]) for job in found} == pack.jobs
+        assert sorted(pack.find(True)) == sorted(found)  # by the same blocks
+
+
+def test_jobs_of_more_keys_come_before():
+    """By one block: those that see at least half as many keys as any, then a quarter; a sequence at a time, later
+    tiles first, and heads whose keys the L2 holds before others."""
+    given = {"heads": 8, "group_heads": 2, "pack": 1, "in_turn": 1, "blocks": 1, "held": 2000, "most_held": 4000}
+    lengths, groups = [100, 2000, 5, 900, 1100], range(0, 8, 2)
+    found = [tuple(job[1:4]) for job in Pack(lengths, lengths, False, window=(1 << 30, 0), **given).find(False)]
+    sizes = [max(min(q + 128, lengths[s]).bit_length(), 8) for s, _, q in found]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {8, 9, 10, 11}
+    first = [(1, h, q) for g in groups for q in range(1920, 895, -128) for h in (g, g + 1)]
+    first += [(4, h, q) for g in groups for q in (1024, 896) for h in (g, g + 1)]
+    assert found[: len(first)] == first  # of 2000 and of 1100 keys one group is held, of 900 all are
+    second = [(1, h, q) for g in groups for q in (768, 640, 512, 384) for h in (g, g + 1)]
+    second += [(3, h, q) for q in (896, 768, 640, 512, 384) for h in range(8)]
+    assert found[len(first) :][: len(second)] == second
+    # Without a mask a tile sees all keys of its sequence; in a window those of long sequences see about as many.
+    found = Pack(lengths, lengths, False, window=(1 << 30, 1 << 30), **given).find(False)
+    assert list(dict.fromkeys(job[1] for job in found)) == [1, 4, 3, 0, 2]
+    found = Pack(lengths, lengths, False, window=(50, 0), **given).find(False)
+    assert list(dict.fromkeys(job[1] for job in found)) == [1, 3, 4, 0, 2]
 
 
 # ---- What is left out is seen ----------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ SCANS = [
     (2, 1, 1, 64, 1, 128),
 ]
 CONVOLUTIONS = [(1, 1, 1, 1), (2, 5, 31, 4), (1, 4, 32, 2), (2, 3, 33, 4), (1, 65, 3, 3), (1, 130, 65, 4), (1, 2, 5, 7)]
+# Channels that are whole vectors; more tokens than a GPU's block or its steps ahead have.
+CONVOLUTIONS += [(1, 300, 72, 4), (2, 33, 8, 3), (1, 32, 64, 2), (2, 130, 16, 4)]
 
 
 def scan_of(batch, tokens, heads, width, groups, states, dtype, seed=0, each_state=False, kind="normal"):

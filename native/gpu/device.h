@@ -163,6 +163,7 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 #if !defined(__HIP_PLATFORM_AMD__)
 __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void make_opaque(uint32_t &value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void make_opaque(int64_t &value) { asm volatile("" : "+l"(value)); }
 #else
 __device__ __forceinline__ void make_opaque(int &value) { asm volatile("" : "+v"(value)); }
 // And again in each turn of a loop, so that what follows from it is not computed before and kept in registers.

@@ -304,13 +304,15 @@ pydet_status embedding_backward(const EmbeddingBackward &);
 bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
-pydet_status causal_conv1d(const CausalConv1d &);
 
 // nvidia/scan_backward.cu
 bool selective_scan_backward_takes(const SelectiveScanBackward &);
 pydet_status selective_scan_backward(const SelectiveScanBackward &);
 bool gated_delta_backward_takes(const GatedDeltaBackward &);
 pydet_status gated_delta_backward(const GatedDeltaBackward &);
+
+// nvidia/scan_conv.cu
+pydet_status causal_conv1d(const CausalConv1d &);
 pydet_status causal_conv1d_backward(const CausalConv1dBackward &);
 
 // any/rotary.cu

@@ -70,7 +70,8 @@ struct Block {
   std::vector<Warp> warps;
   Jump scheduler;
   int current, threads, rank;
-  int against[3];  // votes of the block: of this one, of one that some have not read, of one that all have
+  int against[3];    // votes of the block: of this one, of one that some have not read, of one that all have
+  int64_t came[16];  // to each barrier that some of its threads meet at
   bool moved;
   Cluster *cluster;
   const std::function<void()> *body;
@@ -144,6 +145,7 @@ void run_block(Block &own, bool ascending, size_t shared_bytes) {
   if (int(fibers.size()) < threads) fibers.resize(threads);
   own.warps.assign((threads + kWarp - 1) / kWarp, Warp());
   memset(own.against, 0, sizeof own.against);
+  memset(own.came, 0, sizeof own.came);
   memset(shared_memory, 0x7F, shared_bytes);
   memset(staged_memory, 0x7F, shared_bytes);
   for (int i = 0; i < threads; ++i) {
@@ -222,6 +224,11 @@ void wait_copies(int in_flight) {
 void wait_until(const std::function<bool()> &holds) {
   while (!holds()) pause(State::waits);
   block->moved = true;
+}
+void meet_some(int id, int count) {
+  if (omits(barrier)) return;
+  const int64_t all = (block->came[id]++ / count + 1) * count;
+  wait_until([id, all] { return block->came[id] >= all; });
 }
 int cluster_blocks() { return block->cluster->blocks; }
 void arrive_at_cluster() { ++block->cluster->arrivals, ++block->fiber().arrivals; }

@@ -50,6 +50,7 @@ void wait_copies(int in_flight);
 const uint32_t *meet_warp(uint32_t mine, int from);
 void sync_warp();
 void meet_block();
+void meet_some(int id, int count);  // `count` of the block's threads, at one of its 16 barriers
 bool all_of_block(bool holds);
 char *shared_begin();  // of the block's dynamic shared memory
 // Returns once it holds, which other threads see to.
@@ -86,6 +87,15 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int mask, int width = em
   const int me = int(threadIdx.x) % emulated::kWarp, from = me ^ mask;
   return emulated::from_lane(value, from / width == me / width ? from : me);
 }
+template <class T> T __shfl_up_sync(unsigned, T value, int by) {
+  const int me = int(threadIdx.x) % emulated::kWarp;
+  return emulated::from_lane(value, me < by ? me : me - by);
+}
+inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
+  const uint32_t *values = emulated::meet_warp(value, -1);
+  for (int lane = 0; lane < emulated::kWarp; ++lane) value |= values[lane];
+  return value;
+}
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   const uint32_t *values = emulated::meet_warp(value, -1);
   for (int lane = 0; lane < emulated::kWarp; ++lane) value = values[lane] > value ? values[lane] : value;
@@ -99,6 +109,7 @@ inline uint32_t __ballot_sync(unsigned, bool holds) {
 }
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(unsigned(bits)) : 32; }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return uint32_t((uint64_t(high) << 32 | low) >> (shift % 32));
 }

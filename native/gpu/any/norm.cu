@@ -168,8 +168,13 @@ __global__ void __launch_bounds__(kBlock<T>) norm_kernel(const __grid_constant__
 
 // ---- General -------------------------------------------------------------------------------------------------------
 
-// Blocks a multiprocessor is to hold, 0: as the compiler likes, which for rows that are read again spills registers.
-template <int V> constexpr int kBlocks = V > 0 ? 0 : 2;
+// Blocks a multiprocessor is to hold, 0: as the compiler likes, which spills registers where rows are read again, and
+// before Hopper where four vectors hold them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <int V> constexpr int kBlocks = V == 0 ? 2 : V == 4 ? 1 : 0;
+#else
+template <int V> constexpr int kBlocks = V == 0 ? 2 : 0;
+#endif
 
 // V vectors a thread hold the row; 0: it is of any length, and read again.
 template <class P, int T, int V>

@@ -31,10 +31,10 @@ pydet_status attention_backward_mma(const AttentionBackward &p) {
   const bool keys = p.dk.data && f.sequences * f.groups * f.keys > 0,
              queries = p.dq.data && f.sequences * rows_of_group(f) > 0;
   PYDET_TRY(load_rows(kName, p));
-  if (keys) PYDET_TRY(load_keys_mma(kName, p));
-  if (queries) PYDET_TRY(load_queries_mma(kName, p));
-  PYDET_TRY(make_deltas(kName, p));
   const AttentionBackwardWay way = way_of(p);
+  if (keys) PYDET_TRY(load_keys_mma(kName, p, way));
+  if (queries) PYDET_TRY(load_queries_mma(kName, p, way));
+  PYDET_TRY(make_deltas(kName, p));
   if (keys) PYDET_TRY(make_keys_mma(kName, p, way));
   if (queries) PYDET_TRY(make_queries_mma(kName, p, way));
   return make_sink_gradients(kName, p);

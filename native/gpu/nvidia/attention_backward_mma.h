@@ -1,5 +1,6 @@
-// What the two kernels of attention's gradients by mma.sync share (attention_backward_keys_mma.cu,
-// attention_backward_queries_mma.cu).
+// What the general kernels of attention's gradients by mma.sync share (attention_backward_keys_mma.cu,
+// attention_backward_queries_mma.cu). Most problems have fast ones (attention_backward_mma_team.h), which call these where
+// a result is not finite.
 //
 //   A block of four warps has a tile of 64 vectors, a warp 16 of them, of one side (keys, or queries); it walks vectors
 //   of the other side, 32 at a time. Both sides have two operands: first q or k, second dout or v. The products of a
@@ -24,9 +25,9 @@ struct AttentionBackwardWay {
 };
 inline bool adjusts_scores(const Attention &p) { return p.bias.data || p.softcap != 0.0f; }
 
-pydet_status load_keys_mma(const char *name, const AttentionBackward &);
+pydet_status load_keys_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
 pydet_status make_keys_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
-pydet_status load_queries_mma(const char *name, const AttentionBackward &);
+pydet_status load_queries_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
 pydet_status make_queries_mma(const char *name, const AttentionBackward &, const AttentionBackwardWay &);
 
 namespace {
@@ -37,9 +38,11 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kRows = 16 * kWarps;  // of a tile
 constexpr int kWalked = 32;         // keys or queries at a time
 constexpr int kStep = 16;           // of one mma
+constexpr int kColumns = 64;        // of a result, in a block
 constexpr int kVector = 8;          // elements in 16 bytes
 constexpr int kPad = kVector;       // so that eight rows at one column lie in all banks
 constexpr int kPiece = 128;         // columns of a head that is not there as a whole
+constexpr int kMostKeys = 1 << 30;
 
 PYDET_HD constexpr int used(int64_t d) { return int((d + kStep - 1) / kStep * kStep); }
 
@@ -68,11 +71,14 @@ __device__ __forceinline__ int warp() { return int(threadIdx.x) / kWarp; }
 __device__ __forceinline__ int my_row(int h) { return 16 * warp() + lane() / 4 + 8 * h; }
 __device__ __forceinline__ int pair() { return lane() % 4 * 2; }
 
+// All threads of a general kernel: of a fast one's block, which makes a tile again, those that do.
+__device__ __forceinline__ void meet_all() { named_sync(15, kThreads); }
+
 using Scores = float[kWalked / 8][4];  // of 16 rows and what is walked, a warp's
-template <int columns> using Sums = float[columns / 8][4];
+using Sums = float[kColumns / 8][4];
 
 // Four operands side by side: of the tile and of what is walked, first q or k, second dout or v.
-template <Type type, int columns> class Products {
+template <Type type> class Products {
  public:
   __device__ Products(Shared &shared, const AttentionBackwardWay &way, const Attention &p)
       : shared_(shared), way_(way), p_(p), stride_(way.width + kPad) {}
@@ -95,7 +101,7 @@ template <Type type, int columns> class Products {
     if (whole()) return chain_piece(sums, which, used(width(which)));
 #pragma unroll 1
     for (int d0 = 0; d0 < width(which); d0 += way_.width) {
-      __syncthreads();
+      meet_all();
       load<kRows>(tile(which), of_tile, shared_.tile[which], width(which), d0);
       load<kWalked>(walked(which), of_walked, shared_.walked[which], width(which), d0);
       landed();
@@ -114,11 +120,11 @@ template <Type type, int columns> class Products {
   __device__ void landed() {
     commit_copies();
     wait_copies<0>();
-    __syncthreads();
+    meet_all();
   }
 
   // sums += factors and the columns of what is walked from column0 on.
-  __device__ void add(Sums<columns> &sums, const Scores &factors, int which, int column0) const {
+  __device__ void add(Sums &sums, const Scores &factors, int which, int column0) const {
     const uint16_t *from = walked(which) + (whole() ? column0 : 0);
     const int here = used(width(which)) - column0;
 #pragma unroll
@@ -126,7 +132,7 @@ template <Type type, int columns> class Products {
       uint32_t a[4];
       load_left(a, factors, step);
 #pragma unroll
-      for (int i = 0; i < columns / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
         if (16 * i >= here) break;
         uint32_t b[4];
         load_right<true>(b, from + kStep * step * stride_ + 16 * i);
@@ -137,7 +143,7 @@ template <Type type, int columns> class Products {
   }
 
   // The same row by row, with zeros for what a row does not see. seen[h]: bit 2 i + e of element 2 h + e of piece i.
-  __device__ void add_by_rows(Sums<columns> &sums, const Scores &factors, const uint32_t (&seen)[2], int which,
+  __device__ void add_by_rows(Sums &sums, const Scores &factors, const uint32_t (&seen)[2], int which,
                               int column0) const {
     const uint16_t *from = walked(which) + (whole() ? column0 : 0);
     const int here = used(width(which)) - column0;
@@ -146,7 +152,7 @@ template <Type type, int columns> class Products {
       const uint32_t low = __shfl_sync(0xFFFFFFFFu, seen[0], r % 8 * 4 + lane() % 4),
                      high = __shfl_sync(0xFFFFFFFFu, seen[1], r % 8 * 4 + lane() % 4), bits = r < 8 ? low : high;
 #pragma unroll
-      for (int i = 0; i < columns / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
         if (16 * i >= here) break;
         float own[2][4];
 #pragma unroll
@@ -240,17 +246,17 @@ template <Type type, int columns> class Products {
   const int stride_;  // of the operands in shared memory
 };
 
-template <int columns> __device__ __forceinline__ void clear(Sums<columns> &sums) {
+__device__ __forceinline__ void clear(Sums &sums) {
 #pragma unroll
-  for (int i = 0; i < columns / 8; ++i)
+  for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
     for (int q = 0; q < 4; ++q) sums[i][q] = 0.0f;
 }
 
-template <int columns> __device__ __forceinline__ bool not_finite(const Sums<columns> &sums) {
+__device__ __forceinline__ bool not_finite(const Sums &sums) {
   bool found = false;
 #pragma unroll
-  for (int i = 0; i < columns / 8; ++i)
+  for (int i = 0; i < kColumns / 8; ++i)
 #pragma unroll
     for (int q = 0; q < 4; ++q) found |= !(fabsf(sums[i][q]) < INFINITY);
   return found;

@@ -1,10 +1,10 @@
-// Recurrences over tokens (NUMERICS.md, "Scans"): the selective scan, the gated delta rule, and the causal convolution
-// before them: the CPU's bits.
+// Recurrences over tokens (NUMERICS.md, "Scans"): the selective scan and the gated delta rule: the CPU's bits.
 //
-// A block has 32 neighbouring columns, which are independent, and walks the tokens of a sequence. Each column has a team of
-// eight threads, one for each lane of a sum over the states: its states stay in its registers. What the columns share, the
-// two rows of a token, comes through shared memory, some tokens at a time; those of the next ones are on their way while a
-// block works.
+// A block has some neighbouring columns, which are independent, and walks the tokens of a sequence. Each column has a team
+// of eight threads, one for each lane of a sum over the states: its states stay in its registers, of two columns where there
+// are columns enough for all multiprocessors, so that what is read of a row serves both. What the columns share, the two
+// rows of a token, comes through shared memory, some tokens at a time; those of the next ones are on their way while a block
+// works. Sums of eight tokens are joined over the lanes together, each of which ends with that of one token.
 
 #include "contract/elementary.h"
 #include "gpu/kernels.h"
@@ -13,278 +13,300 @@
 namespace pydet {
 namespace {
 
+constexpr int kWalkers = 128;  // threads of a block
+// Blocks whose registers a multiprocessor is to hold.
+template <int kRounds, int kOwn> constexpr int kBlocksHeld = kRounds <= 4 && kOwn == 1 ? 3 : 2;
 constexpr int64_t kMostOwnDecays = 256;  // of states with a decay each, beyond which registers spill
-// Two rows of each of kTokens tokens: of up to kRounds rounds of 32 elements, in turns in two places of shared memory.
-template <int kRounds> struct Rows2 {
-  static constexpr int kElements = kRounds * kScanRound, kTokens = kRounds > 8 ? 4 : 8;
-  static constexpr int kOwn = kTokens * kElements / kThreads;  // of a thread
-  static_assert(kTokens * kElements % kThreads == 0 && kTokens * kColumns <= kThreads);
-  struct Shared {
-    float first[2][kTokens][kElements], second[2][kTokens][kElements];
-    float of_column[2][3][kTokens][kColumns];  // of each token and column three numbers
-  };
-  float first[kOwn], second[kOwn], of_column[3] = {};  // on their way
 
-  __device__ __forceinline__ void load(const Strided &x, const Strided &y, int64_t batch, int64_t group, int64_t count,
-                                       int64_t token, int64_t end) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int at = int(threadIdx.x) + i * kThreads, n = at % kElements;
-      const int64_t t = token + at / kElements;
-      const bool there = n < count && t < end;
-      const auto of = [&](const Strided &row) {
-        return batch * row.stride[0] + t * row.stride[1] + group * row.stride[2] + n * row.stride[3];
-      };
-      first[i] = there ? element(x, of(x)) : 0.0f;
-      second[i] = there ? element(y, of(y)) : 0.0f;
-    }
-  }
-  __device__ __forceinline__ void store(Shared &shared, int turn) const {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int at = int(threadIdx.x) + i * kThreads;
-      (&shared.first[turn][0][0])[at] = first[i];
-      (&shared.second[turn][0][0])[at] = second[i];
-    }
-    if (int(threadIdx.x) < kTokens * kColumns) {
-      const int token = int(threadIdx.x) / kColumns, column = int(threadIdx.x) % kColumns;
-#pragma unroll
-      for (int i = 0; i < 3; ++i) shared.of_column[turn][i][token][column] = of_column[i];
-    }
-  }
+// Of a thread kOwn columns; a block's: those of a warp are neighbours.
+template <int kRounds, int kOwn> struct Tile {
+  static constexpr int kElements = kRounds * kScanRound, kTokens = kRounds > 8 ? 4 : 8,
+                       kColumns = kWalkers / kScanLanes * kOwn;
+  static constexpr int kNumbers = kTokens * kColumns, kOwnNumbers = (kNumbers + kWalkers - 1) / kWalkers;
+  static_assert(kWalkers % kColumns == 0, "a thread's numbers are of one column");
+  static constexpr int kPadded = kColumns + 4;  // a warp reads of eight tokens neighbouring columns
+  struct Shared {
+    float rows[2][2][kTokens][kElements];
+    float2 factors[2][kTokens][kColumns];
+    float x[2][kTokens][kPadded];
+  };
+  // The first of a thread's columns; the token and column of its i-th number.
+  static __device__ __forceinline__ int first_own() { return (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn; }
+  static __device__ __forceinline__ int token_of(int i) { return (i * kWalkers + int(threadIdx.x)) / kColumns; }
+  static __device__ __forceinline__ int column_of(int i) { return (i * kWalkers + int(threadIdx.x)) % kColumns; }
 };
+
+// Joins the sums of a group of tokens over the lanes: where it has half of them left, a lane gives the other half away.
+// Lane e ends with that of token e / (8 / tokens).
+template <int kGroup> __device__ __forceinline__ float join_tokens(float (&sums)[kGroup]) {
+  int left = kGroup;
+#pragma unroll
+  for (int h = kScanLanes / 2; h; h /= 2) {
+    if (left > 1) {
+      const bool upper = scan_lane() & h;
+      left /= 2;
+#pragma unroll
+      for (int t = 0; t < left; ++t) {
+        const float keep = upper ? sums[t + left] : sums[t], give = upper ? sums[t] : sums[t + left];
+        sums[t] = keep + gpu_shfl_xor(give, h * kTeams, 32);
+      }
+    } else {
+      sums[0] = sums[0] + gpu_shfl_xor(sums[0], h * kTeams, 32);
+    }
+  }
+  return sums[0];
+}
+
+// The tokens of a tile, kGroup at a time: step(t, sums) takes the states over a token and has this lane's part of its sums,
+// write(t, k, sum) is of those of column k.
+template <int kGroup, int kOwn, class Step, class Write>
+__device__ __forceinline__ void walk_tile(int begin, int count, const Step &step, const Write &write) {
+  constexpr int kSame = kScanLanes / kGroup;  // lanes that end with the same sum
+  int t = begin;
+#pragma unroll 1
+  for (; t + kGroup <= count; t += kGroup) {
+    float sums[kOwn][kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      float sum[kOwn];
+      step(t + i, sum);
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) sums[k][i] = sum[k];
+    }
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const float sum = join_tokens(sums[k]);
+      if (scan_lane() % kSame == 0) write(t + scan_lane() / kSame, k, sum);
+    }
+  }
+  if constexpr (kGroup > 1) walk_tile<1, kOwn>(t, count, step, write);
+}
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
 // whole: the states are all that the rounds have.
-template <int kRounds, bool whole, bool each_state>
-__global__ void __launch_bounds__(kThreads)
+template <int kRounds, int kOwn, bool whole, bool each_state>
+__global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds, kOwn>)
     selective_scan_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
-  using Tile = Rows2<kRounds>;
+  static_assert(!each_state || kOwn == 1);
+  using Own = Tile<kRounds, kOwn>;
+  constexpr int kTokens = Own::kTokens, kGroup = each_state || !whole ? 1 : kRounds <= 4 && kOwn == 1 ? 4 : 2;
   constexpr bool kHeld = each_state && kRounds <= 4;  // decays, in registers
-  __shared__ __align__(16) typename Tile::Shared shared;
-  const int64_t of_group = p.heads / p.groups * p.width, in_group = divide_up(of_group, kColumns);
-  const int lane = int(threadIdx.x) % kScanLanes, own = int(threadIdx.x) / kScanLanes, left = left_of(p.states);
+  __shared__ __align__(16) typename Own::Shared shared;
+  const int64_t of_group = p.heads / p.groups * p.width, in_group = divide_up(of_group, Own::kColumns);
+  const int own = Own::first_own(), left = left_of(p.states);
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const int64_t group = block / in_group % p.groups, sequence = block / in_group / p.groups;
     const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t first = block % in_group * kColumns, begin = group * of_group + first;
-    const int64_t columns = of_group - first < kColumns ? of_group - first : kColumns;
-    const bool mine = own < columns;
-    const int64_t head = (begin + (mine ? own : 0)) / p.width, column = (begin + (mine ? own : 0)) % p.width;
-    float state[kRounds][kScanLaneElements], decays[kHeld ? kRounds : 1][kScanLaneElements];
-    const auto of_state = [&](const Strided &states, int n) {
-      return sequence * states.stride[0] + head * states.stride[1] + column * states.stride[2] + n * states.stride[3];
+    const int64_t first = block % in_group * Own::kColumns, begin = group * of_group + first;
+    const int64_t columns = of_group - first < Own::kColumns ? of_group - first : Own::kColumns;
+    float state[kOwn][kRounds][kScanLaneElements], decays[kHeld ? kRounds : 1][kScanLaneElements], d[kOwn];
+    int64_t of_y[kOwn];
+    // Where the k-th of this thread's columns lies; absent ones do as the block's first.
+    const auto head_of = [&](int k) { return (begin + (own + k < columns ? own + k : 0)) / p.width; };
+    const auto at_column = [&](const Strided &x, int k, int dimension) {
+      const int64_t at = begin + (own + k < columns ? own + k : 0);
+      return at / p.width * x.stride[dimension - 1] + at % p.width * x.stride[dimension];
     };
 #pragma unroll
-    for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-      for (int i = 0; i < kScanLaneElements; ++i) {
-        const int n = state_of(r, i);
-        const bool there = mine && n < p.states;
-        state[r][i] = there && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
-        if constexpr (kHeld) decays[r][i] = there ? element(p.a, head * p.a.stride[0] + n * p.a.stride[1]) : 0.0f;
-      }
-    const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
-
-    // x and its step: one thread for each token and column of a tile.
-    const int64_t loaded = int(threadIdx.x) % kColumns;
-    const bool loads = int(threadIdx.x) < Tile::kTokens * kColumns && loaded < columns;
-    const int64_t of_head = (begin + (loads ? loaded : 0)) / p.width,
-                  at_column = (begin + (loads ? loaded : 0)) % p.width;
-    const float a = each_state ? 0.0f : element(p.a, of_head * p.a.stride[0]);
-    Tile tile;
-    const auto load = [&](int64_t token) {
-      tile.load(p.b, p.c, range.batch, group, p.states, token, range.end);
-      const int64_t t = token + int(threadIdx.x) / kColumns;
-      const bool there = loads && t < range.end;
-      const auto at = [&](const Strided &x) {
-        return range.batch * x.stride[0] + t * x.stride[1] + of_head * x.stride[2];
-      };
-      tile.of_column[0] = there ? element(p.x, at(p.x) + at_column * p.x.stride[3]) : 0.0f;
-      tile.of_column[1] = there ? element(p.dt, at(p.dt)) : 0.0f;
-      if constexpr (!each_state) tile.of_column[2] = exp_f32(tile.of_column[1] * a);
-    };
-    load(range.begin);
-    int turn = 0;
-    for (int64_t token = range.begin; token < range.end; token += Tile::kTokens, turn ^= 1) {
-      tile.store(shared, turn);
-      __syncthreads();
-      load(token + Tile::kTokens);
-      const int count = range.end - token < Tile::kTokens ? int(range.end - token) : Tile::kTokens;
-#pragma unroll 1
-      for (int t = 0; t < count; ++t) {
-        const float x = shared.of_column[turn][0][t][own], dt = shared.of_column[turn][1][t][own], u = dt * x;
-        const float decay = each_state ? 0.0f : shared.of_column[turn][2][t][own];
-        float sum = 0.0f;
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r) {
-          const float4 b = vector_of(shared.first[turn][t], r), c = vector_of(shared.second[turn][t], r);
-#pragma unroll
-          for (int i = 0; i < kScanLaneElements; ++i) {
-            float of_this = decay;
-            if constexpr (kHeld) of_this = exp_f32(dt * decays[r][i]);
-            else if constexpr (each_state)
-              of_this = r * kScanRound + i < left
-                            ? exp_f32(dt * element(p.a, head * p.a.stride[0] + state_of(r, i) * p.a.stride[1]))
-                            : 0.0f;
-            const float s = fmaf(u, part(b, i), of_this * state[r][i]);
-            state[r][i] = s;
-            if (whole || r * kScanRound + i < left) sum = fmaf(part(c, i), s, sum);
-          }
-        }
-        sum = join_lanes(sum);
-        if (lane == 0 && mine)
-          put(p.y,
-              range.batch * p.y.stride[0] + (token + t) * p.y.stride[1] + head * p.y.stride[2] + column * p.y.stride[3],
-              p.d.data ? fmaf(d, x, sum) : sum);
-      }
-      // The other place is written next, and was read before this tile's barrier.
+    for (int k = 0; k < kOwn; ++k) {
+      of_y[k] = range.batch * p.y.stride[0] + at_column(p.y, k, 3);
+      d[k] = p.d.data ? element(p.d, head_of(k) * p.d.stride[0]) : 0.0f;
+      load_states(p.initial, sequence * p.initial.stride[0] + at_column(p.initial, k, 2), p.initial.stride[3], left,
+                  own + k < columns && p.initial.data, whole_vectors(p.initial, p.states, whole), state[k]);
     }
-    if (p.final.data && mine)
+    const int64_t of_a = each_state ? head_of(0) * p.a.stride[0] : 0;
+    if constexpr (kHeld)
 #pragma unroll
       for (int r = 0; r < kRounds; ++r)
 #pragma unroll
         for (int i = 0; i < kScanLaneElements; ++i)
-          if (r * kScanRound + i < left) put(p.final, of_state(p.final, state_of(r, i)), state[r][i]);
+          decays[r][i] = r * kScanRound + i < left ? element(p.a, of_a + state_of(r, i) * p.a.stride[1]) : 0.0f;
+
+    // x and its step: a thread brings those of a column, of some tokens of a tile.
+    const bool loads = Own::column_of(0) < columns;
+    const int64_t brought = begin + (loads ? Own::column_of(0) : 0), of_head = brought / p.width;
+    const int64_t of_x = range.batch * p.x.stride[0] + of_head * p.x.stride[2] + brought % p.width * p.x.stride[3];
+    const int64_t of_dt = range.batch * p.dt.stride[0] + of_head * p.dt.stride[2];
+    const float a = each_state ? 0.0f : element(p.a, of_head * p.a.stride[0]);
+    LoadedBits x_bits[Own::kOwnNumbers], dt_bits[Own::kOwnNumbers];
+    using RowsHere = Rows<kTokens, Own::kElements, kWalkers>;
+    RowsHere b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], p.states);
+    RowsHere c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], p.states);
+    const auto load = [&](int64_t token) {
+      b_rows.load(token, range.end), c_rows.load(token, range.end);
+#pragma unroll
+      for (int i = 0; i < Own::kOwnNumbers; ++i) {
+        const int64_t t = token + Own::token_of(i);
+        const bool there = loads && Own::token_of(i) < kTokens && t < range.end;
+        x_bits[i] = bits_at(p.x, of_x + t * p.x.stride[1], there);
+        dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], there);
+      }
+    };
+    load(range.begin);
+    int turn = 0;
+    for (int64_t token = range.begin; token < range.end; token += kTokens, turn ^= 1) {
+      b_rows.store(&shared.rows[turn][0][0][0]), c_rows.store(&shared.rows[turn][1][0][0]);
+#pragma unroll
+      for (int i = 0; i < Own::kOwnNumbers; ++i) {
+        if (Own::token_of(i) >= kTokens) continue;
+        const float x = number_of(p.x.type, x_bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
+        shared.x[turn][Own::token_of(i)][Own::column_of(i)] = x;
+        shared.factors[turn][Own::token_of(i)][Own::column_of(i)] =
+            make_float2(dt * x, each_state ? dt : exp_f32(dt * a));
+      }
+      __syncthreads();
+      load(token + kTokens);
+      // The sums of a token, this lane's part of them.
+      const auto step = [&](int t, float(&sum)[kOwn]) {
+        float u[kOwn], decay[kOwn];
+        int here = left;
+        if constexpr (!whole) make_opaque(here);  // else what is there would be found out once, and kept
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k) {
+          const float2 factors = shared.factors[turn][t][own + k];
+          u[k] = factors.x, decay[k] = factors.y, sum[k] = 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 b = vector_of(shared.rows[turn][0][t], r), c = vector_of(shared.rows[turn][1][t], r);
+#pragma unroll
+          for (int k = 0; k < kOwn; ++k)
+#pragma unroll
+            for (int i = 0; i < kScanLaneElements; ++i) {
+              float of_this = decay[k];
+              if constexpr (kHeld) of_this = exp_f32(decay[k] * decays[r][i]);
+              else if constexpr (each_state)
+                of_this = r * kScanRound + i < here
+                              ? exp_f32(decay[k] * element(p.a, of_a + state_of(r, i) * p.a.stride[1]))
+                              : 0.0f;
+              const float s = fmaf(u[k], part(b, i), of_this * state[k][r][i]);
+              state[k][r][i] = s;
+              if (whole || r * kScanRound + i < here) sum[k] = fmaf(part(c, i), s, sum[k]);
+            }
+        }
+      };
+      const auto write = [&](int t, int k, float sum) {
+        if (own + k < columns)
+          put(p.y, of_y[k] + (token + t) * p.y.stride[1], p.d.data ? fmaf(d[k], shared.x[turn][t][own + k], sum) : sum);
+      };
+      walk_tile<kGroup, kOwn>(0, range.end - token < kTokens ? int(range.end - token) : kTokens, step, write);
+      // The other place is written next, and was read before this tile's barrier.
+    }
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k)
+      if (p.final.data && own + k < columns)
+        store_states(p.final, sequence * p.final.stride[0] + at_column(p.final, k, 2), p.final.stride[3], left,
+                     whole_vectors(p.final, p.states, whole), state[k]);
     __syncthreads();
   }
 }
 
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
-template <int kRounds, bool whole>
-__global__ void __launch_bounds__(kThreads)
+template <int kRounds, int kOwn, bool whole>
+__global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds, kOwn>)
     gated_delta_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
-  using Tile = Rows2<kRounds>;
-  __shared__ __align__(16) typename Tile::Shared shared;
-  __shared__ float beta[2][Tile::kTokens];
-  const uint32_t in_head = uint32_t(divide_up(p.width, kColumns)), heads = uint32_t(p.heads);
-  const int lane = int(threadIdx.x) % kScanLanes, own = int(threadIdx.x) / kScanLanes, left = left_of(p.keys);
+  using Own = Tile<kRounds, kOwn>;
+  constexpr int kTokens = Own::kTokens, kGroup = whole && kRounds <= 4 ? 2 : 1;
+  __shared__ __align__(16) typename Own::Shared shared;
+  __shared__ float2 gates[2][kTokens];  // a decay and beta
+  const uint32_t in_head = uint32_t(divide_up(p.width, Own::kColumns)), heads = uint32_t(p.heads);
+  const int own = Own::first_own(), left = left_of(p.keys);
   for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {  // of 32 bits: those of 64 divide by calls
     const int64_t head = block / in_head % heads, sequence = block / in_head / heads;
-    const int64_t group = uint32_t(head) / (heads / uint32_t(p.groups)), first = block % in_head * kColumns,
+    const int64_t group = uint32_t(head) / (heads / uint32_t(p.groups)), first = block % in_head * Own::kColumns,
                   column = first + own;
     const Sequences::Range range = p.sequences.range(sequence);
-    const bool mine = column < p.width;
-    const auto of_state = [&](const Strided &states, int n) {
-      return sequence * states.stride[0] + head * states.stride[1] + n * states.stride[2] + column * states.stride[3];
+    const auto of_state = [&](const Strided &states, int k) {
+      return sequence * states.stride[0] + head * states.stride[1] + (column + k) * states.stride[3];
     };
-    float state[kRounds][kScanLaneElements];
+    float state[kOwn][kRounds][kScanLaneElements];
 #pragma unroll
-    for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-      for (int i = 0; i < kScanLaneElements; ++i) {
-        const int n = state_of(r, i);
-        state[r][i] = mine && n < p.keys && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
-      }
-    const int64_t at_column = first + int(threadIdx.x) % kColumns;
-    const bool loads = int(threadIdx.x) < Tile::kTokens * kColumns && at_column < p.width;
-    Tile tile;
-    float next_beta = 0.0f;
+    for (int k = 0; k < kOwn; ++k)
+      load_states(p.initial, of_state(p.initial, k), p.initial.stride[2], left, column + k < p.width && p.initial.data,
+                  false, state[k]);
+    LoadedBits v_bits[Own::kOwnNumbers], g_bits, beta_bits;
+    using RowsHere = Rows<kTokens, Own::kElements, kWalkers>;
+    RowsHere q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], p.keys);
+    RowsHere k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], p.keys);
     const auto load = [&](int64_t token) {
-      tile.load(p.q, p.k, range.batch, group, p.keys, token, range.end);
+      q_rows.load(token, range.end), k_rows.load(token, range.end);
       const auto at = [&](const Strided &x, int64_t t) {
         return range.batch * x.stride[0] + t * x.stride[1] + head * x.stride[2];
       };
-      int64_t t = token + int(threadIdx.x) / kColumns;
-      const bool there = loads && t < range.end;
-      tile.of_column[0] = there ? element(p.v, at(p.v, t) + at_column * p.v.stride[3]) : 0.0f;
-      tile.of_column[1] = there ? exp_f32(element(p.g, at(p.g, t))) : 0.0f;
-      t = token + int(threadIdx.x);
-      next_beta = int(threadIdx.x) < Tile::kTokens && t < range.end ? element(p.beta, at(p.beta, t)) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < Own::kOwnNumbers; ++i) {
+        const int64_t t = token + Own::token_of(i), c = first + Own::column_of(i);
+        const bool there = Own::token_of(i) < kTokens && c < p.width && t < range.end;
+        v_bits[i] = bits_at(p.v, at(p.v, t) + c * p.v.stride[3], there);
+      }
+      const int64_t t = token + int(threadIdx.x);
+      const bool there = int(threadIdx.x) < kTokens && t < range.end;
+      g_bits = bits_at(p.g, at(p.g, t), there), beta_bits = bits_at(p.beta, at(p.beta, t), there);
     };
     load(range.begin);
     int turn = 0;
-    for (int64_t token = range.begin; token < range.end; token += Tile::kTokens, turn ^= 1) {
-      tile.store(shared, turn);
-      if (int(threadIdx.x) < Tile::kTokens) beta[turn][threadIdx.x] = next_beta;
+    for (int64_t token = range.begin; token < range.end; token += kTokens, turn ^= 1) {
+      q_rows.store(&shared.rows[turn][0][0][0]), k_rows.store(&shared.rows[turn][1][0][0]);
+#pragma unroll
+      for (int i = 0; i < Own::kOwnNumbers; ++i)
+        if (Own::token_of(i) < kTokens)
+          shared.x[turn][Own::token_of(i)][Own::column_of(i)] = number_of(p.v.type, v_bits[i]);
+      if (int(threadIdx.x) < kTokens)
+        gates[turn][threadIdx.x] = make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits));
       __syncthreads();
-      load(token + Tile::kTokens);
-      const int count = range.end - token < Tile::kTokens ? int(range.end - token) : Tile::kTokens;
-#pragma unroll 1
-      for (int t = 0; t < count; ++t) {
-        const float v = shared.of_column[turn][0][t][own];
-        const float decay = mine ? shared.of_column[turn][1][t][own] : 0.0f;
-        float known = 0.0f;
+      load(token + kTokens);
+      const auto step = [&](int t, float(&sum)[kOwn]) {
+        const float2 gate = gates[turn][t];
+        int here = left;
+        if constexpr (!whole) make_opaque(here);
+        float known[kOwn] = {}, w[kOwn];
+        constexpr bool kKept = kRounds <= 4;  // the key, in registers
+        float4 keys[kKept ? kRounds : 1];
 #pragma unroll
         for (int r = 0; r < kRounds; ++r) {
-          const float4 k = vector_of(shared.second[turn][t], r);
+          const float4 key = vector_of(shared.rows[turn][1][t], r);
+          if constexpr (kKept) keys[r] = key;
 #pragma unroll
-          for (int i = 0; i < kScanLaneElements; ++i) {
-            state[r][i] = decay * state[r][i];
-            if (whole || r * kScanRound + i < left) known = fmaf(part(k, i), state[r][i], known);
-          }
+          for (int k = 0; k < kOwn; ++k)
+#pragma unroll
+            for (int i = 0; i < kScanLaneElements; ++i) {
+              state[k][r][i] = gate.x * state[k][r][i];
+              if (whole || r * kScanRound + i < here) known[k] = fmaf(part(key, i), state[k][r][i], known[k]);
+            }
         }
-        known = join_lanes(known);
-        const float w = beta[turn][t] * (v - known);
-        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k) known[k] = join_lanes(known[k]);
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k) w[k] = gate.y * (shared.x[turn][t][own + k] - known[k]), sum[k] = 0.0f;
 #pragma unroll
         for (int r = 0; r < kRounds; ++r) {
-          const float4 q = vector_of(shared.first[turn][t], r), k = vector_of(shared.second[turn][t], r);
+          const float4 q = vector_of(shared.rows[turn][0][t], r);
+          const float4 key = kKept ? keys[kKept ? r : 0] : vector_of(shared.rows[turn][1][t], r);
 #pragma unroll
-          for (int i = 0; i < kScanLaneElements; ++i) {
-            state[r][i] = fmaf(part(k, i), w, state[r][i]);
-            if (whole || r * kScanRound + i < left) sum = fmaf(part(q, i), state[r][i], sum);
-          }
+          for (int k = 0; k < kOwn; ++k)
+#pragma unroll
+            for (int i = 0; i < kScanLaneElements; ++i) {
+              state[k][r][i] = fmaf(part(key, i), w[k], state[k][r][i]);
+              if (whole || r * kScanRound + i < here) sum[k] = fmaf(part(q, i), state[k][r][i], sum[k]);
+            }
         }
-        sum = join_lanes(sum);
-        if (lane == 0 && mine)
+      };
+      const auto write = [&](int t, int k, float sum) {
+        if (column + k < p.width)
           put(p.o,
-              range.batch * p.o.stride[0] + (token + t) * p.o.stride[1] + head * p.o.stride[2] + column * p.o.stride[3],
+              range.batch * p.o.stride[0] + (token + t) * p.o.stride[1] + head * p.o.stride[2] +
+                  (column + k) * p.o.stride[3],
               sum);
-      }
+      };
+      walk_tile<kGroup, kOwn>(0, range.end - token < kTokens ? int(range.end - token) : kTokens, step, write);
     }
-    if (p.final.data && mine)
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-        for (int i = 0; i < kScanLaneElements; ++i)
-          if (r * kScanRound + i < left) put(p.final, of_state(p.final, state_of(r, i)), state[r][i]);
+    for (int k = 0; k < kOwn; ++k)
+      if (p.final.data && column + k < p.width)
+        store_states(p.final, of_state(p.final, k), p.final.stride[2], left, false, state[k]);
     __syncthreads();
-  }
-}
-
-// ---- The causal convolution --------------------------------------------------------------------------------------------
-
-constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
-
-// A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens.
-template <Type type>
-__global__ void __launch_bounds__(kConvChannels *kConvRows)
-    causal_conv1d_kernel(const __grid_constant__ CausalConv1d p, const __grid_constant__ int64_t blocks) {
-  const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
-                 pieces = uint32_t(divide_up(p.sequences.tokens, kConvTokens));
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t c = block % parts * kConvChannels + int(threadIdx.x) % kConvChannels;
-    const int64_t piece = block / parts % pieces, sequence = block / parts / pieces;
-    const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t begin = range.begin + piece * kConvTokens + int(threadIdx.x) / kConvChannels;
-    if (c >= p.channels) continue;
-    const float bias = p.bias.data ? element(p.bias, c * p.bias.stride[0]) : 0.0f;
-    const bool held = p.taps <= kHeldTaps;
-    float w[kHeldTaps];
-#pragma unroll
-    for (int j = 0; j < kHeldTaps; ++j)
-      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
-    for (int64_t t = begin; t < range.end && t < range.begin + (piece + 1) * kConvTokens; t += kConvRows) {
-      const int64_t first = t - range.begin - p.taps + 1;
-      float sum = 0.0f;
-      if (held) {
-        float x[kHeldTaps];
-#pragma unroll
-        for (int j = 0; j < kHeldTaps; ++j) x[j] = j < p.taps ? input_at<type>(p, range, sequence, first + j, c) : 0.0f;
-#pragma unroll
-        for (int j = 0; j < kHeldTaps; ++j)
-          if (j < p.taps) sum = fmaf(w[j], x[j], sum);
-      } else {
-        for (int64_t j = 0; j < p.taps; ++j)
-          sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]),
-                     input_at<type>(p, range, sequence, first + j, c), sum);
-      }
-      if (p.bias.data) sum = sum + bias;
-      put(p.y, range.batch * p.y.stride[0] + t * p.y.stride[1] + c * p.y.stride[2], sum);
-    }
   }
 }
 
@@ -296,38 +318,49 @@ pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, in
   return launch_blocks(name, p, blocks, threads, kernel);
 }
 
+constexpr int kMostPairedRounds = 4;
+// Whether blocks of one column a thread are more than the multiprocessors hold at a time.
+template <int kRounds> bool pairs_pay(const Device &device, int64_t blocks) {
+  return blocks > kBlocksHeld<kRounds, 1> * gpu_multiprocessors(device.id);
+}
+
 }  // namespace
 
 bool selective_scan_takes(const SelectiveScan &p) { return !p.each_state || p.states <= kMostOwnDecays; }
 
 pydet_status selective_scan(const SelectiveScan &p) {
-  const int64_t blocks = p.sequences.count * p.groups * divide_up(p.heads / p.groups * p.width, kColumns);
   return with_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    void (*kernel)(SelectiveScan, int64_t) = p.states == kRounds * kScanRound
-                                                 ? selective_scan_kernel<kRounds, true, false>
-                                                 : selective_scan_kernel<kRounds, false, false>;
+    const bool whole = p.states == kRounds * kScanRound;
+    const auto blocks = [&](int64_t columns) {
+      return p.sequences.count * p.groups * divide_up(p.heads / p.groups * p.width, columns);
+    };
+    if constexpr (kRounds <= kMostPairedRounds) {
+      constexpr int64_t kColumns = Tile<kRounds, 2>::kColumns;
+      if (!p.each_state && whole && pairs_pay<kRounds>(p.device, blocks(Tile<kRounds, 1>::kColumns)))
+        return launch_alone("selective_scan", p, blocks(kColumns), kWalkers,
+                            selective_scan_kernel<kRounds, 2, true, false>);
+    }
+    void (*kernel)(SelectiveScan, int64_t) =
+        whole ? selective_scan_kernel<kRounds, 1, true, false> : selective_scan_kernel<kRounds, 1, false, false>;
     if constexpr (kRounds * kScanRound <= kMostOwnDecays)
-      if (p.each_state) kernel = selective_scan_kernel<kRounds, false, true>;
-    return launch_alone("selective_scan", p, blocks, kThreads, kernel);
+      if (p.each_state) kernel = selective_scan_kernel<kRounds, 1, false, true>;
+    return launch_alone("selective_scan", p, blocks(Tile<kRounds, 1>::kColumns), kWalkers, kernel);
   });
 }
 
 pydet_status gated_delta(const GatedDelta &p) {
-  const int64_t blocks = p.sequences.count * p.heads * divide_up(p.width, kColumns);
   return with_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
     const bool whole = p.keys == kRounds * kScanRound;
-    return launch_alone("gated_delta", p, blocks, kThreads,
-                        whole ? gated_delta_kernel<kRounds, true> : gated_delta_kernel<kRounds, false>);
-  });
-}
-
-pydet_status causal_conv1d(const CausalConv1d &p) {
-  const int64_t blocks =
-      p.sequences.count * divide_up(p.channels, kConvChannels) * divide_up(p.sequences.tokens, kConvTokens);
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-    return launch_alone("causal_conv1d", p, blocks, kConvChannels * kConvRows, causal_conv1d_kernel<type>);
+    const auto blocks = [&](int64_t columns) { return p.sequences.count * p.heads * divide_up(p.width, columns); };
+    if constexpr (kRounds <= kMostPairedRounds) {
+      constexpr int64_t kColumns = Tile<kRounds, 2>::kColumns;
+      if (whole && pairs_pay<kRounds>(p.device, blocks(Tile<kRounds, 1>::kColumns)))
+        return launch_alone("gated_delta", p, blocks(kColumns), kWalkers, gated_delta_kernel<kRounds, 2, true>);
+    }
+    return launch_alone("gated_delta", p, blocks(Tile<kRounds, 1>::kColumns), kWalkers,
+                        whole ? gated_delta_kernel<kRounds, 1, true> : gated_delta_kernel<kRounds, 1, false>);
   });
 }
 

@@ -17,52 +17,201 @@ __device__ __forceinline__ float element(const Strided &from, int64_t offset) {
   const uint16_t bits = *reinterpret_cast<const uint16_t *>(at);
   return from.type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
 }
+// The same in two steps, the first of which waits for nothing: what is loaded is a number when it is asked for. Each width
+// has a register of its own: two loads into one would wait for each other.
+struct LoadedBits {
+  uint32_t wide;
+  uint16_t narrow;
+};
+__device__ __forceinline__ LoadedBits bits_at(const Strided &from, int64_t offset, bool there) {
+  LoadedBits bits = {};
+  if (there && from.type == Type::f32) bits.wide = *reinterpret_cast<const uint32_t *>(from.at(offset));
+  if (there && from.type != Type::f32) bits.narrow = *reinterpret_cast<const uint16_t *>(from.at(offset));
+  return bits;
+}
+__device__ __forceinline__ float number_of(Type type, LoadedBits bits) {
+  if (type == Type::f32) return float_of(bits.wide);
+  return type == Type::bf16 ? f32_from_bf16(bits.narrow) : f32_from_f16(bits.narrow);
+}
 __device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) {
   char *at = to.at(offset);
   if (to.type == Type::f32) *reinterpret_cast<float *>(at) = canonical(x);
   else *reinterpret_cast<uint16_t *>(at) = to.type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
 }
 
-// An element of a type that is known when the kernel is compiled: such loads are on their way side by side.
-template <Type type> __device__ __forceinline__ float typed(const char *data, int64_t offset) {
-  if constexpr (type == Type::f32) return reinterpret_cast<const float *>(data)[offset];
-  const uint16_t bits = reinterpret_cast<const uint16_t *>(data)[offset];
-  return type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
-}
-
-// What stands `from` tokens after a sequence's first one, of which negative ones are the last of `initial`, or +0. Both are
-// of one type.
-template <Type type, class Conv>
-__device__ __forceinline__ float input_at(const Conv &p, const Sequences::Range &range, int64_t sequence, int64_t from,
-                                          int64_t c) {
-  const bool inside = from >= 0;
-  const Strided &of = inside ? p.x : p.initial;
-  const int64_t row = inside ? range.batch * of.stride[0] + (range.begin + from) * of.stride[1]
-                             : sequence * of.stride[0] + (from + p.taps - 1) * of.stride[1];
-  return of.data ? typed<type>(of.data, row + c * of.stride[2]) : 0.0f;
-}
-
-constexpr int kHeldTaps = 8;  // of a channel, in registers: those of most convolutions
+// A warp has four teams of eight threads, one for each lane of a sum. Neighbouring threads are of four teams and one lane:
+// what all of them read of a row then is the same, and shared memory answers half a warp at a time.
+constexpr int kTeams = 32 / kScanLanes;  // of a warp
+__device__ __forceinline__ int scan_lane() { return int(threadIdx.x) % 32 / kTeams; }
+__device__ __forceinline__ int team_of_warp() { return int(threadIdx.x) % kTeams; }
 
 __device__ __forceinline__ float join_lanes(float sum) {
 #pragma unroll
-  for (int h = kScanLanes / 2; h; h /= 2) sum = sum + gpu_shfl_xor(sum, h, kScanLanes);
+  for (int h = kScanLanes / 2; h; h /= 2) sum = sum + gpu_shfl_xor(sum, h * kTeams, 32);
   return sum;
 }
 
 // How many elements are from this lane's first one on: element i of round r is there if r * kScanRound + i is below.
-__device__ __forceinline__ int left_of(int64_t states) {
-  return int(states) - int(threadIdx.x) % kScanLanes * kScanLaneElements;
-}
+__device__ __forceinline__ int left_of(int64_t states) { return int(states) - scan_lane() * kScanLaneElements; }
 // Element i of round r of this thread's lane.
-__device__ __forceinline__ int state_of(int r, int i) {
-  return r * kScanRound + int(threadIdx.x) % kScanLanes * kScanLaneElements + i;
-}
+__device__ __forceinline__ int state_of(int r, int i) { return r * kScanRound + scan_lane() * kScanLaneElements + i; }
 __device__ __forceinline__ float4 vector_of(const float *row, int r) {
   return *reinterpret_cast<const float4 *>(row + state_of(r, 0));
 }
 __device__ __forceinline__ float part(const float4 &v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Rows of kTokens tokens on their way to shared memory, as they lie in memory: of a thread kOwn elements, in pieces of
+// neighbours. Rows that are not whole pieces are read when they are stored. sure: they are known to be, of kElements.
+template <int kTokens, int kElements, int threads, bool sure = false> struct Rows {
+  static constexpr int kOwn = kTokens * kElements / threads, kPiece = kOwn < 4 ? kOwn : 4, kPieces = kOwn / kPiece;
+  static_assert(kTokens * kElements % threads == 0 && (kPiece == 1 || kPiece == 2 || kPiece == 4) &&
+                kOwn % kPiece == 0);
+  const Strided &x;
+  int64_t at, count, token, end;  // the rows' first element; elements; tokens from and to
+  bool pieces;
+  uint32_t bits[kOwn];  // two elements of 16 bits each, or one of 32
+
+  __device__ __forceinline__ Rows(const Strided &rows, int64_t first, int64_t elements)
+      : x(rows),
+        at(first),
+        count(elements),
+        token(0),
+        end(0),
+        pieces(rows.stride[3] == 1 && rows.stride[1] % kPiece == 0 && elements % kPiece == 0 &&
+               reinterpret_cast<uintptr_t>(rows.at(first)) % (kPiece * size_of(rows.type)) == 0) {}
+  // Places are computed each time: kept over the walk they would fill the registers.
+  static __device__ __forceinline__ int own_thread() {
+    int thread = int(threadIdx.x);
+    make_opaque(thread);
+    return thread;
+  }
+
+  template <class Bits> __device__ __forceinline__ void load_pieces(int64_t from, int64_t to) {
+    const int thread = own_thread();
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int place = (j * threads + thread) * kPiece, n = place % kElements;
+      const int64_t t = from + place / kElements;
+      Bits got = {};
+      if ((sure || n < count) && t < to) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
+      uint32_t words[4] = {};
+      memcpy(words, &got, sizeof got);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) bits[j * kPiece + i] = words[i];
+    }
+  }
+  // Sets out to read the rows of the tokens from `from` on that are before `to`.
+  __device__ __forceinline__ void load(int64_t from, int64_t to) {
+    if (!sure && !pieces) {
+      token = from, end = to;
+      return;
+    }
+    if constexpr (kPiece == 4) {
+      if (x.type == Type::f32) load_pieces<uint4>(from, to);
+      else load_pieces<uint2>(from, to);
+    } else if constexpr (kPiece == 2) {
+      if (x.type == Type::f32) load_pieces<uint2>(from, to);
+      else load_pieces<uint32_t>(from, to);
+    } else {
+      if (x.type == Type::f32) load_pieces<uint32_t>(from, to);
+      else load_pieces<uint16_t>(from, to);
+    }
+  }
+  template <Type type> __device__ __forceinline__ void store_pieces(float *to) const {
+    const int thread = own_thread();
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int place = (j * threads + thread) * kPiece;
+      float y[kPiece];
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const uint32_t word = bits[j * kPiece + (type == Type::f32 ? i : i / 2)];
+        if constexpr (type == Type::f32) y[i] = float_of(word);
+        else if constexpr (type == Type::bf16) y[i] = f32_from_bf16(uint16_t(word >> i % 2 * 16));
+        else y[i] = f32_from_f16(uint16_t(word >> i % 2 * 16));
+      }
+      if constexpr (kPiece == 4) {
+        *reinterpret_cast<float4 *>(to + place) = make_float4(y[0], y[1], y[2], y[3]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) to[place + i] = y[i];
+      }
+    }
+  }
+  __device__ __forceinline__ void store(float *to) const {
+    if (!sure && !pieces) {
+#pragma unroll 1
+      for (int i = own_thread(); i < kTokens * kElements; i += threads) {
+        const int n = i % kElements;
+        const int64_t t = token + i / kElements;
+        to[i] = n < count && t < end ? element(x, at + t * x.stride[1] + n * x.stride[3]) : 0.0f;
+      }
+    } else if (x.type == Type::f32) {
+      store_pieces<Type::f32>(to);
+    } else if (x.type == Type::bf16) {
+      store_pieces<Type::bf16>(to);
+    } else {
+      store_pieces<Type::f16>(to);
+    }
+  }
+};
+
+// Whether rows of so many elements, of every token and group, are whole pieces of four.
+inline bool rows_in_pieces(const Strided &x, int64_t elements) {
+  return elements % 4 == 0 && x.stride[3] == 1 && x.stride[0] % 4 == 0 && x.stride[1] % 4 == 0 &&
+         x.stride[2] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % (4 * size_of(x.type)) == 0;
+}
+
+// A column's states, whose elements lie `apart` and are aligned as four where `vectors` says so; what is absent is +0.
+template <int kRounds>
+__device__ __forceinline__ void load_states(const Strided &from, int64_t at, int64_t apart, int left, bool there,
+                                            bool vectors, float (&state)[kRounds][kScanLaneElements]) {
+  const int first = scan_lane() * kScanLaneElements;
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    make_opaque(apart);  // else all places would be computed before the first block, and kept
+    float4 got = {};
+    if (there && vectors) {
+      got = *reinterpret_cast<const float4 *>(from.at(at + r * kScanRound + first));
+    } else {
+      float of_each[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        of_each[i] = there && r * kScanRound + i < left
+                         ? *reinterpret_cast<const float *>(from.at(at + (r * kScanRound + first + i) * apart))
+                         : 0.0f;
+      got = make_float4(of_each[0], of_each[1], of_each[2], of_each[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
+  }
+}
+template <int kRounds>
+__device__ __forceinline__ void store_states(const Strided &to, int64_t at, int64_t apart, int left, bool vectors,
+                                             const float (&state)[kRounds][kScanLaneElements]) {
+  const int first = scan_lane() * kScanLaneElements;
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    make_opaque(apart);
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = canonical(state[r][i]);
+    if (vectors) {
+      *reinterpret_cast<float4 *>(to.at(at + r * kScanRound + first)) = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (r * kScanRound + i < left)
+          *reinterpret_cast<float *>(to.at(at + (r * kScanRound + first + i) * apart)) = x[i];
+    }
+  }
+}
+// Whether states of `count` elements, of which a column's lie along dimension 3, are whole vectors.
+__device__ __forceinline__ bool whole_vectors(const Strided &x, int64_t count, bool whole) {
+  return whole && x.stride[3] == 1 && x.stride[2] % 4 == 0 && x.stride[1] % 4 == 0 && x.stride[0] % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
 constexpr int64_t kMostBlocks = int64_t(1) << 24;  // more are walked in turns

@@ -10,21 +10,23 @@ namespace {
 
 // ---- The walk back -----------------------------------------------------------------------------------------------------
 //
-// A block has 32 columns of a sequence, each with a team of eight threads, as forwards. It walks the tokens forwards and
-// keeps the states before every 32nd (16th, 8th), and then, from the last one, takes so many at a time: their rows lie in shared
-// memory, and the states before some of them in registers, made again from those that were kept. Sums over the columns go
-// by shuffles within a warp, whose columns are 8 apart, and then through shared memory; one block's are parts of a sum that
-// a kernel behind adds up.
+// A block has 32 columns of a sequence, each with a team of eight threads, as forwards. The tokens go by tiles of 32 (16, 8):
+// the states before each are kept, and those before its tokens made again from them. Sums over the columns go by shuffles
+// within a warp, whose columns are 8 apart, and then through shared memory; one block's are parts of a sum that a kernel
+// behind adds up.
+//
+// Two chains walk the tokens: the states forwards, their gradients backwards. Neither needs the other, so blocks of their own
+// walk them first and keep what is at each tile's begin, or end; then each tile is taken back by a block of its own, all of
+// them side by side. What is kept at a tile's end lies where the tile's parts of sums will. With a decay for each state,
+// whose gradient is a chain of a column over its tokens, and of many states, of which a tile's parts are too few, one block
+// does both, a tile after the other.
 
 constexpr int64_t kMostHeldStates = 256, kMostOwnRates = 128;  // of a column, beyond which registers spill
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == 8 && kColumns == kScanColumns, "a warp has four columns, 8 apart");
 
 // The column of a thread's team: those of a warp are 8 apart, so that the first two joins are within it.
-__device__ __forceinline__ int own_column() {
-  const int team = int(threadIdx.x) / kScanLanes;
-  return team % 4 * 8 + team / 4;
-}
+__device__ __forceinline__ int own_column() { return team_of_warp() * 8 + int(threadIdx.x) / 32; }
 
 // States before so many tokens stay in shared memory, of which even the smallest chips have enough for a block. In registers
 // they would want a copy of a token's code for each, which is more than the caches of instructions hold.
@@ -37,27 +39,37 @@ template <int kRounds> struct BackTile {
   float rows[2][kTokens][kElements];
   float numbers[4][kTokens][kColumns];
   float parts[2][2][kWarps][kElements];
-  alignas(16) float terms[2][3][kColumns];
+  float terms[kTokens][3 * kColumns + 1];  // of sums over a head's columns
   alignas(16) float4 held[held_tokens(kRounds)][kRounds][kThreads];
 };
 
+// Which of the two walks, or a tile, a block does, or all.
+enum class Part { walks, tiles, all };
+// Whether tiles may be taken back side by side: a tile's parts are to have room for the gradients at its end. States are
+// then all that the rounds have, which saves registers.
+PYDET_HD constexpr bool tiles_apart(int rounds) { return 2 * checkpoint_tokens(rounds * kScanRound) >= kColumns; }
+
+// Blocks whose registers a multiprocessor is to hold: walks by long tiles have many numbers on their way.
+template <int kRounds, Part part_of>
+constexpr int kBlocksHeld = part_of == Part::tiles || (part_of == Part::walks && kRounds > 2) ? 2 : 1;
+
 // Rounds whose sums over columns are made at a time.
-PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 4 ? rounds : 4; }
+PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 2 ? rounds : 2; }
 
 // Adds v of a warp's four columns, and leaves the sums in parts[warp]: a thread comes to have a quarter of its states.
 template <int kRounds> __device__ __forceinline__ void join_columns(const float (&v)[kRounds][4], float *parts) {
   constexpr int kAll = 4 * kRounds, kHalf = kAll / 2, kQuarter = kAll / 4;
-  const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
+  const bool upper = team_of_warp() & 2, odd = team_of_warp() & 1;
   float half[kHalf], quarter[kQuarter];
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
     const float low = v[i / 4][i % 4], high = v[(i + kHalf) / 4][(i + kHalf) % 4];
-    const float other = gpu_shfl_xor(upper ? low : high, 16, 32);
+    const float other = gpu_shfl_xor(upper ? low : high, 2, 32);
     half[i] = (upper ? high : low) + other;
   }
 #pragma unroll
   for (int i = 0; i < kQuarter; ++i) {
-    const float other = gpu_shfl_xor(odd ? half[i] : half[i + kQuarter], 8, 32);
+    const float other = gpu_shfl_xor(odd ? half[i] : half[i + kQuarter], 1, 32);
     quarter[i] = (odd ? half[i + kQuarter] : half[i]) + other;
   }
 #pragma unroll
@@ -81,182 +93,290 @@ __device__ __forceinline__ void write_parts(const float (&parts)[2][kWarps][kEle
   }
 }
 
-// The chain of a block's numbers from `first` to before `end`, all of which are read at once.
-__device__ __forceinline__ float chain_of(const float (&terms)[kColumns], int first, int end) {
-  float4 v[kColumns / 4];
-#pragma unroll
-  for (int i = 0; i < kColumns / 4; ++i) v[i] = reinterpret_cast<const float4 *>(terms)[i];
+// The chain of a token's numbers from column `first` to before `end`.
+__device__ __forceinline__ float chain_of(const float *terms, int first, int end) {
   float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i)
-    if (i >= first && i < end) sum = sum + part(v[i / 4], i % 4);
+#pragma unroll 8
+  for (int i = first; i < end; ++i) sum = sum + terms[i];
   return sum;
 }
 
-template <int kRounds> __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to,
-                                                            int64_t states) {
-  float *const own = to + own_column() * states;
+// A column's states, one behind the other. vectors: all that the rounds have, and aligned.
+template <bool vectors, int kRounds>
+__device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float *to, int64_t states) {
+  float *const own = to + scan_lane() * kScanLaneElements;
 #pragma unroll
-  for (int r = 0; r < kRounds; ++r)
+  for (int r = 0; r < kRounds; ++r) {
+    if constexpr (vectors)
+      *reinterpret_cast<float4 *>(own + r * kScanRound) =
+          make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
+    else
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (state_of(r, i) < states) own[state_of(r, i)] = state[r][i];
-}
-template <int kRounds>
-__device__ __forceinline__ void restore(float (&state)[kRounds][4], const float *from, int64_t states) {
-  const float *const own = from + own_column() * states;
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[state_of(r, i)] : 0.0f;
-}
-
-// `count` elements of a row of each of a tile's tokens, of which those before `tokens` are there.
-template <int kTokens, int kElements>
-__device__ __forceinline__ void load_rows(float (&to)[kTokens][kElements], const Strided &x, int64_t at, int64_t count,
-                                          int64_t tokens) {
-  for (int i = int(threadIdx.x); i < kTokens * kElements; i += kThreads) {
-    const int t = i / kElements, n = i % kElements;
-    to[t][n] = n < count && t < tokens ? element(x, at + t * x.stride[1] + n * x.stride[3]) : 0.0f;
+      for (int i = 0; i < 4; ++i)
+        if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
   }
 }
+template <bool vectors, int kRounds>
+__device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const float *from, int64_t states) {
+  const float *own = from + scan_lane() * kScanLaneElements;
+  make_opaque(own);  // else a place of each round would be kept
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    if constexpr (vectors) {
+      const float4 got = *reinterpret_cast<const float4 *>(own + r * kScanRound);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
+    }
+  }
+}
+template <bool vectors, int kRounds>
+__device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to, int64_t states) {
+  keep_at<vectors>(state, to + own_column() * states, states);
+}
+template <bool vectors, int kRounds>
+__device__ __forceinline__ void restore(float (&state)[kRounds][4], const float *from, int64_t states) {
+  restore_from<vectors>(state, from + own_column() * states, states);
+}
 
-// Walks a block's tokens: load(from) has a tile of operands in shared memory, step(i, state) takes the state over token i
-// of them, and back(i, before) takes a token back.
-template <int kRounds, class Load, class Step, class Back>
-__device__ __forceinline__ void walk_back(BackTile<kRounds> &tile, const Sequences::Range &range,
-                                          const ScanWorkspace &workspace, int64_t sequence, int64_t begin,
-                                          int64_t group, int64_t block, float (&state)[kRounds][4], const Load &load,
-                                          const Step &step, const Back &back) {
-  constexpr int kHeld = held_tokens(kRounds), kTokens = BackTile<kRounds>::kTokens;
-  const int64_t tokens = range.end - range.begin;
-  const auto kept = [&](int64_t after) { return workspace.states_at(sequence, begin, after, group, block); };
+// Where what is kept of column c at the end of the tile of tokens from `token` on lies: among the parts of the tile's sums.
+__device__ __forceinline__ float *gradient_at(const ScanWorkspace &workspace, int64_t token, int64_t group,
+                                              int64_t block, int c) {
+  return workspace.row(c % 2, token + c / 2, group, block);
+}
+
+// The sequence and tile of the i-th of all kept states.
+struct TileOf {
+  int64_t sequence, from;
+  Sequences::Range range;
+};
+__device__ __forceinline__ TileOf tile_of(const Sequences &sequences, int64_t i, int tokens) {
+  const auto begin = [&](int64_t s) {
+    const Sequences::Range range = sequences.range(s);
+    return (range.batch * sequences.tokens + range.begin) / tokens + s;
+  };
+  int64_t low = 0, high = sequences.count;  // the last sequence that begins no later is one of [low, high)
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (begin(middle) <= i) low = middle;
+    else high = middle;
+  }
+  return {low, (i - begin(low)) * tokens, sequences.range(low)};
+}
+PYDET_HD int64_t tiles_of(const Sequences &sequences, int64_t tokens_of_tile) {
+  const int64_t tokens = sequences.starts ? sequences.tokens : sequences.count * sequences.tokens;
+  return tokens / tokens_of_tile + sequences.count;
+}
+
+// Walks the tokens of a sequence forwards and keeps the states before each tile: fetch(from) sets out to read a tile's
+// operands, place() has them in shared memory, step(i, state) takes the state over its token i.
+template <bool vectors, int kRounds, class Kept, class Fetch, class Place, class Step>
+__device__ __forceinline__ void walk_states(int64_t tokens, int64_t states, const Kept &kept,
+                                            float (&state)[kRounds][4], const Fetch &fetch, const Place &place,
+                                            const Step &step) {
+  constexpr int kTokens = BackTile<kRounds>::kTokens;
+  if (tokens > kTokens) fetch(0);
   for (int64_t from = 0; from < tokens; from += kTokens) {
-    keep(state, kept(from), workspace.states);
+    keep<vectors>(state, kept(from), states);
     if (from + kTokens >= tokens) break;
-    load(from);
+    place();
     __syncthreads();
+    if (from + 2 * kTokens < tokens) fetch(from + kTokens);
 #pragma unroll 1
     for (int i = 0; i < kTokens; ++i) step(i, state);
     __syncthreads();
   }
-  for (int64_t from = (tokens - 1) / kTokens * kTokens; from >= 0 && tokens > 0; from -= kTokens) {
-    load(from);
+}
+
+// Walks them backwards and keeps the gradients behind each tile but the last one: through(i) takes them over a token.
+template <int kRounds, class Keep, class Fetch, class Place, class Through>
+__device__ __forceinline__ void walk_gradients(int64_t tokens, const Keep &keep_behind, const Fetch &fetch,
+                                               const Place &place, const Through &through) {
+  constexpr int kTokens = BackTile<kRounds>::kTokens;
+  int64_t from = (tokens - 1) / kTokens * kTokens;
+  if (tokens > 0) fetch(from);
+  for (; from >= 0 && tokens > 0; from -= kTokens) {
+    place();
     __syncthreads();
+    if (from > 0) fetch(from - kTokens);
     const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
 #pragma unroll 1
-    for (int low = (count - 1) / kHeld * kHeld; low >= 0; low -= kHeld) {
-      restore(state, kept(from), workspace.states);
-      const int end = low + kHeld < count ? low + kHeld : count;
-#pragma unroll 1
-      for (int i = 0; i < end; ++i) {
-        if (i >= low)
-#pragma unroll
-          for (int r = 0; r < kRounds; ++r)
-            tile.held[i - low][r][threadIdx.x] = make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
-        if (i + 1 < end) step(i, state);
-      }
-#pragma unroll 1
-      for (int i = end - 1; i >= low; --i) {
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r) {
-          const float4 held = tile.held[i - low][r][threadIdx.x];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) state[r][e] = part(held, e);
-        }
-        back(from, i, state);
-      }
-    }
+    for (int i = count - 1; i >= 0; --i) through(i);
+    if (from > 0) keep_behind(from - kTokens);
     __syncthreads();
+  }
+}
+
+// Takes the `count` tokens of a tile back, whose operands are in shared memory: back(i, before) a token.
+template <bool vectors, int kRounds, class Step, class Back>
+__device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, const float *kept, int64_t states,
+                                          float (&state)[kRounds][4], const Step &step, const Back &back) {
+  constexpr int kHeld = held_tokens(kRounds);
+#pragma unroll 1
+  for (int low = (count - 1) / kHeld * kHeld; low >= 0; low -= kHeld) {
+    restore<vectors>(state, kept, states);
+    const int end = low + kHeld < count ? low + kHeld : count;
+#pragma unroll 1
+    for (int i = 0; i < end; ++i) {
+      if (i >= low)
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+          tile.held[i - low][r][threadIdx.x] = make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
+      if (i + 1 < end) step(i, state);
+    }
+#pragma unroll 1
+    for (int i = end - 1; i >= low; --i) {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 held = tile.held[i - low][r][threadIdx.x];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state[r][e] = part(held, e);
+      }
+      back(i, state);
+    }
   }
 }
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
-template <int kRounds, bool each_state>
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kRounds, bool each_state, Part part_of>
+__global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     selective_back_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
+  constexpr bool whole = part_of != Part::all;  // the states are all that the rounds have
+  const int64_t states = whole ? kRounds * kScanRound : p.states;
   enum { kX, kDt, kDecay, kDy };
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
-  const int own = own_column(), left = left_of(p.states), lane = int(threadIdx.x) % kScanLanes;
+  const int own = own_column(), left = left_of(states), lane = scan_lane();
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t block = job % in_group, group = job / in_group % p.groups, sequence = job / in_group / p.groups;
-    const Sequences::Range range = p.sequences.range(sequence);
+    const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
+    const bool backwards = part_of == Part::walks && outer % 2;
+    const TileOf of = part_of == Part::tiles ? tile_of(p.sequences, outer, Tile::kTokens) : TileOf{};
+    const int64_t sequence = part_of == Part::tiles ? of.sequence : part_of == Part::walks ? outer / 2 : outer;
+    const Sequences::Range range = part_of == Part::tiles ? of.range : p.sequences.range(sequence);
+    const int64_t tokens = range.end - range.begin;
+    if (part_of == Part::tiles && of.from >= tokens) continue;
     const int64_t first = block * kColumns, at_group = group * of_group + first;
     const int columns = of_group - first < kColumns ? int(of_group - first) : kColumns;
     const bool mine = own < columns;
-    const int64_t head = (at_group + (mine ? own : 0)) / p.width, column = (at_group + (mine ? own : 0)) % p.width;
+    using Index = std::conditional_t<whole, int32_t, int64_t>;  // tiles_fit has seen that they suffice
+    const Index head = Index((at_group + (mine ? own : 0)) / p.width),
+                column = Index((at_group + (mine ? own : 0)) % p.width);
     const int64_t begin = range.batch * p.sequences.tokens + range.begin;
     float state[kRounds][4], gradient[kRounds][4];
     constexpr int kOwn = each_state ? kRounds : 1;
     float rates[kOwn][4], da[kOwn][4];
-    const auto of_state = [&](const Strided &states, int n) {
-      return sequence * states.stride[0] + head * states.stride[1] + column * states.stride[2] + n * states.stride[3];
+    const auto of_states = [&](const Strided &x) {
+      return sequence * x.stride[0] + head * x.stride[1] + column * x.stride[2];
     };
+    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
+    const auto kept = [&](int64_t after) {
+      return first_kept + after / Tile::kTokens * p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+    };
+    const auto given = [&](const Strided &from, float(&to)[kRounds][4]) {
+      load_states(from, of_states(from), from.stride[3], left, mine && from.data, whole_vectors(from, states, whole),
+                  to);
+    };
+    if (part_of != Part::tiles && !backwards) given(p.initial, state);
+    if (part_of == Part::tiles && of.from + Tile::kTokens < tokens)
+      restore_from<whole>(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
+    else if (part_of != Part::walks || backwards) given(p.dfinal, gradient);
+    if constexpr (each_state)
 #pragma unroll
-    for (int r = 0; r < kRounds; ++r)
+      for (int r = 0; r < kRounds; ++r)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = state_of(r, i);
-        const bool there = mine && n < p.states;
-        state[r][i] = there && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
-        gradient[r][i] = there && p.dfinal.data ? element(p.dfinal, of_state(p.dfinal, n)) : 0.0f;
-        if constexpr (each_state) {
-          rates[r][i] = there ? element(p.a, head * p.a.stride[0] + n * p.a.stride[1]) : 0.0f;
+        for (int i = 0; i < 4; ++i) {
+          const int n = state_of(r, i);
+          rates[r][i] = mine && n < states ? element(p.a, head * p.a.stride[0] + n * p.a.stride[1]) : 0.0f;
           da[r][i] = 0.0f;
         }
-      }
     const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
 
-    const auto load = [&](int64_t from) {
-      const int64_t tokens = range.end - range.begin - from, token = range.begin + from;
+    // The column of which a thread brings numbers, of every eighth token, and where it lies.
+    constexpr int kRowsAtOnce = kThreads / kColumns;
+    const int of_column = int(threadIdx.x) % kColumns;
+    const int64_t brought = (at_group + (of_column < columns ? of_column : 0)) / p.width,
+                  within = (at_group + (of_column < columns ? of_column : 0)) % p.width;
+    const auto brought_of = [&](const Strided &x) { return brought * x.stride[2] + within * x.stride[3]; };
+    const int64_t of_dt = brought * p.dt.stride[2], of_x = backwards ? brought_of(p.dy) : brought_of(p.x),
+                  of_dy = part_of == Part::walks ? of_x : brought_of(p.dy);
+    const float a = each_state ? 0.0f : element(p.a, brought * p.a.stride[0]);
+    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads, part_of != Part::all>;
+    RowsHere b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], states);
+    RowsHere c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], states);
+    constexpr int kOwnNumbers = Tile::kTokens * kColumns / kThreads;
+    LoadedBits x_bits[kOwnNumbers], dt_bits[kOwnNumbers], dy_bits[kOwnNumbers];
+    // What the walk of the states wants, that of the gradients, or a tile: both.
+    const auto fetch = [&](int64_t from, bool of_states_walk = true, bool of_gradients = true) {
+      const int64_t token = range.begin + from;
       const auto at = [&](const Strided &x) { return range.batch * x.stride[0] + token * x.stride[1]; };
-      load_rows(tile.rows[0], p.b, at(p.b) + group * p.b.stride[2], p.states, tokens);
-      load_rows(tile.rows[1], p.c, at(p.c) + group * p.c.stride[2], p.states, tokens);
-      for (int i = int(threadIdx.x); i < Tile::kTokens * kColumns; i += kThreads) {
-        const int t = i / kColumns, c = i % kColumns;
-        const bool there = t < tokens && c < columns;
-        const int64_t h = (at_group + (there ? c : 0)) / p.width, w = (at_group + (there ? c : 0)) % p.width;
-        const float dt = there ? element(p.dt, at(p.dt) + t * p.dt.stride[1] + h * p.dt.stride[2]) : 0.0f;
-        const auto value = [&](const Strided &x) {
-          return there ? element(x, at(x) + t * x.stride[1] + h * x.stride[2] + w * x.stride[3]) : 0.0f;
+      if (of_states_walk) b_rows.load(token, range.end);
+      if (of_gradients) c_rows.load(token, range.end);
+      const int thread = b_rows.own_thread();
+#pragma unroll
+      for (int i = 0; i < kOwnNumbers; ++i) {
+        const int t = i * kRowsAtOnce + thread / kColumns;
+        const bool there = from + t < tokens && thread % kColumns < columns;
+        const auto value = [&](const Strided &x, int64_t of) {
+          return bits_at(x, at(x) + t * x.stride[1] + of, there);
         };
-        tile.numbers[kX][t][c] = value(p.x);
-        tile.numbers[kDt][t][c] = dt;
-        tile.numbers[kDy][t][c] = value(p.dy);
-        if constexpr (!each_state)
-          tile.numbers[kDecay][t][c] = there ? exp_f32(dt * element(p.a, h * p.a.stride[0])) : 0.0f;
+        dt_bits[i] = value(p.dt, of_dt);
+        if (of_states_walk) x_bits[i] = value(p.x, of_x);
+        if (of_gradients) dy_bits[i] = value(p.dy, of_dy);
+      }
+    };
+    const auto place = [&](bool of_states_walk = true, bool of_gradients = true) {
+      if (of_states_walk) b_rows.store(&tile.rows[0][0][0]);
+      if (of_gradients) c_rows.store(&tile.rows[1][0][0]);
+      const int thread = b_rows.own_thread();
+#pragma unroll
+      for (int i = 0; i < kOwnNumbers; ++i) {
+        const int t = i * kRowsAtOnce + thread / kColumns;
+        const float dt = number_of(p.dt.type, dt_bits[i]);
+        tile.numbers[kDt][t][thread % kColumns] = dt;
+        if (of_states_walk) tile.numbers[kX][t][thread % kColumns] = number_of(p.x.type, x_bits[i]);
+        if (of_gradients) tile.numbers[kDy][t][thread % kColumns] = number_of(p.dy.type, dy_bits[i]);
+        if constexpr (!each_state) tile.numbers[kDecay][t][thread % kColumns] = exp_f32(dt * a);
       }
     };
     const auto decay_of = [&](float decay, float dt, int r, int i) {
       if constexpr (each_state) return exp_f32(dt * rates[r][i]);
       else return decay;
     };
-    const auto step = [&](int t, float(&states)[kRounds][4]) {
+    const auto step = [&](int t, float(&over)[kRounds][4]) {
       const float dt = tile.numbers[kDt][t][own], u = dt * tile.numbers[kX][t][own];
       const float decay = tile.numbers[kDecay][t][own];
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         const float4 b = vector_of(tile.rows[0][t], r);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) states[r][i] = fmaf(u, part(b, i), decay_of(decay, dt, r, i) * states[r][i]);
+        for (int i = 0; i < 4; ++i) over[r][i] = fmaf(u, part(b, i), decay_of(decay, dt, r, i) * over[r][i]);
       }
     };
-    // A thread has one of the three sums of a head that begins at its column, or lies there from the block before.
-    const int which = int(threadIdx.x) / kColumns, at_column = int(threadIdx.x) % kColumns;
-    const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
-    const int ends = start + p.width < columns ? int(start + p.width) : columns;
-    const bool adds = which < 3 && at_column < columns && (start == at_column || (start < 0 && at_column == 0));
-    float *const sums =
-        adds ? p.workspace.of_head(which, 0, summed) + block - summed % (p.heads / p.groups) * p.width / kColumns
-             : nullptr;
-    const int64_t of_token = p.heads * p.workspace.parts;
-    constexpr int kJoined = joined_rounds(kRounds);
+    // The sums over a head's columns of a tile's tokens: a thread has a token, and those of a head that begins at its column,
+    // or lies there from the block before.
+    const auto add_heads = [&](int64_t from, int count) {
+      for (int i = int(threadIdx.x); i < 3 * kColumns * Tile::kTokens; i += kThreads) {
+        const int t = i % Tile::kTokens, at_column = i / Tile::kTokens % kColumns, which = i / Tile::kTokens / kColumns;
+        if (t >= count || at_column >= columns) continue;
+        const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
+        if (start != at_column && (start > 0 || at_column != 0)) continue;
+        const int ends = start + p.width < columns ? int(start + p.width) : columns;
+        p.workspace.of_head(which, begin + from + t,
+                            summed)[block - summed % (p.heads / p.groups) * p.width / kColumns] =
+            chain_of(tile.terms[t] + which * kColumns, at_column, ends);
+      }
+    };
+    constexpr int kJoined = each_state ? 1 : joined_rounds(kRounds);
     int turn = 0;
-    const auto back = [&](int64_t from, int t, const float(&before)[kRounds][4]) {
+    int64_t from = of.from;
+    const int64_t of_dx =
+        range.batch * p.dx.stride[0] + range.begin * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
+    const auto back = [&](int t, const float(&before)[kRounds][4]) {
       const float x = tile.numbers[kX][t][own], dt = tile.numbers[kDt][t][own], u = dt * x;
       const float dy = tile.numbers[kDy][t][own], decay = tile.numbers[kDecay][t][own];
       const int64_t token = begin + from + t;
@@ -273,7 +393,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             const float g = fmaf(part(c, i), dy, gradient[r][i]);
             gradient[r][i] = g;
             terms[joined][i] = mine ? u * g : 0.0f;
-            if (r * kScanRound + i < left) v = fmaf(part(b, i), g, v);
+            if (whole || r * kScanRound + i < left) v = fmaf(part(b, i), g, v);
           }
         }
         join_columns(terms, tile.parts[turn][0][threadIdx.x / 32] + begun * kScanRound);
@@ -293,8 +413,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             if constexpr (each_state) {
               const float e = g * old;
               da[r][i] = fmaf(dt, e, da[r][i]);
-              if (r * kScanRound + i < left) l = fmaf(rates[r][i], e, l);
-            } else if (r * kScanRound + i < left) {
+              if (whole || r * kScanRound + i < left) l = fmaf(rates[r][i], e, l);
+            } else if (whole || r * kScanRound + i < left) {
               l = fmaf(g, old, l);
             }
           }
@@ -303,80 +423,140 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       v = join_lanes(v), l = join_lanes(l);
       if (lane == 0) {
-        tile.terms[turn][0][own] = x * v, tile.terms[turn][1][own] = l, tile.terms[turn][2][own] = dy * x;
-        if (mine)
-          put(p.dx,
-              range.batch * p.dx.stride[0] + (range.begin + from + t) * p.dx.stride[1] + head * p.dx.stride[2] +
-                  column * p.dx.stride[3],
-              p.d.data ? fmaf(dt, v, d * dy) : dt * v);
+        float *const terms = tile.terms[t] + own;
+        terms[0] = x * v, terms[kColumns] = l, terms[2 * kColumns] = dy * x;
+        if (mine) put(p.dx, of_dx + (from + t) * p.dx.stride[1], p.d.data ? fmaf(dt, v, d * dy) : dt * v);
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
-      if (sums) sums[token * of_token] = chain_of(tile.terms[turn][which], at_column, ends);
       turn ^= 1;  // the other place was read before this token's barrier
     };
-    walk_back(tile, range, p.workspace, sequence, begin, group, block, state, load, step, back);
-    if (p.dinitial.data && mine)
+    const auto take_tile = [&] {
+      const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
+      take_back<whole>(tile, count, kept(from), states, state, step, back);
+      add_heads(from, count);  // behind the last token's barrier
+    };
+    if constexpr (part_of == Part::walks) {
+      if (!backwards) {
+        walk_states<whole>(
+            tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); },
+            step);
+      } else {
+        walk_gradients<kRounds>(
+            tokens,
+            [&](int64_t at) {
+              keep_at<whole>(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
+            },
+            [&](int64_t at) { fetch(at, false); }, [&] { place(false); },
+            [&](int t) {
+              const float dy = tile.numbers[kDy][t][own], decay = tile.numbers[kDecay][t][own];
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r)
+              for (int r = 0; r < kRounds; ++r) {
+                const float4 c = vector_of(tile.rows[1][t], r);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (r * kScanRound + i < left) put(p.dinitial, of_state(p.dinitial, state_of(r, i)), gradient[r][i]);
-    if constexpr (each_state) keep(da, p.workspace.states_at(sequence, begin, 0, group, block), p.states);
+                for (int i = 0; i < 4; ++i) gradient[r][i] = decay * fmaf(part(c, i), dy, gradient[r][i]);
+              }
+            });
+      }
+    } else if constexpr (part_of == Part::tiles) {
+      fetch(from), place();
+      __syncthreads();
+      take_tile();
+    } else {
+      walk_states<whole>(
+          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
+      for (from = (tokens - 1) / Tile::kTokens * Tile::kTokens; from >= 0 && tokens > 0; from -= Tile::kTokens) {
+        fetch(from), place();
+        __syncthreads();
+        take_tile();
+        __syncthreads();
+      }
+    }
+    if (p.dinitial.data && mine && (part_of == Part::all || backwards))
+      store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[3], left,
+                   whole_vectors(p.dinitial, states, whole), gradient);
+    if constexpr (each_state) keep<whole>(da, p.workspace.states_at(sequence, begin, 0, group, block), states);
     __syncthreads();
   }
 }
 
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
-template <int kRounds>
-__global__ void __launch_bounds__(kThreads)
+template <int kRounds, Part part_of>
+__global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     delta_back_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
+  constexpr bool whole = part_of != Part::all;  // the keys are all that the rounds have
+  const int64_t states = whole ? kRounds * kScanRound : p.keys;
   enum { kV, kDecay, kBeta, kOut };
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int64_t of_head = divide_up(p.width, kColumns);
-  const int own = own_column(), left = left_of(p.keys), lane = int(threadIdx.x) % kScanLanes;
+  const int own = own_column(), left = left_of(states), lane = scan_lane();
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, sequence = job / of_head / p.heads;
+    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, outer = job / of_head / p.heads;
+    const bool backwards = part_of == Part::walks && outer % 2;
+    const TileOf of = part_of == Part::tiles ? tile_of(p.sequences, outer, Tile::kTokens) : TileOf{};
+    const int64_t sequence = part_of == Part::tiles ? of.sequence : part_of == Part::walks ? outer / 2 : outer;
     const int64_t in_group = p.heads / p.groups, group = head / in_group;
     const int64_t block = head % in_group * of_head + first / kColumns, column = first + own;
-    const Sequences::Range range = p.sequences.range(sequence);
+    const Sequences::Range range = part_of == Part::tiles ? of.range : p.sequences.range(sequence);
+    const int64_t tokens = range.end - range.begin;
+    if (part_of == Part::tiles && of.from >= tokens) continue;
     const int columns = p.width - first < kColumns ? int(p.width - first) : kColumns;
     const bool mine = own < columns;
     const int64_t begin = range.batch * p.sequences.tokens + range.begin;
     float state[kRounds][4], gradient[kRounds][4];
-    const auto of_state = [&](const Strided &states, int n) {
-      return sequence * states.stride[0] + head * states.stride[1] + n * states.stride[2] + column * states.stride[3];
+    const auto of_states = [&](const Strided &x) {
+      return sequence * x.stride[0] + head * x.stride[1] + column * x.stride[3];
     };
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = state_of(r, i);
-        const bool there = mine && n < p.keys;
-        state[r][i] = there && p.initial.data ? element(p.initial, of_state(p.initial, n)) : 0.0f;
-        gradient[r][i] = there && p.dfinal.data ? element(p.dfinal, of_state(p.dfinal, n)) : 0.0f;
-      }
+    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
+    const auto kept = [&](int64_t after) {
+      return first_kept + after / Tile::kTokens * p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+    };
+    const auto given = [&](const Strided &from, float(&to)[kRounds][4]) {
+      load_states(from, of_states(from), from.stride[2], left, mine && from.data, false, to);
+    };
+    if (part_of != Part::tiles && !backwards) given(p.initial, state);
+    if (part_of == Part::tiles && of.from + Tile::kTokens < tokens)
+      restore_from<whole>(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
+    else if (part_of != Part::walks || backwards) given(p.dfinal, gradient);
 
-    const auto load = [&](int64_t from) {
-      const int64_t tokens = range.end - range.begin - from, token = range.begin + from;
+    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads, part_of != Part::all>;
+    RowsHere q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], states);
+    RowsHere k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], states);
+    constexpr int kRowsAtOnce = kThreads / kColumns, kOwnNumbers = Tile::kTokens / kRowsAtOnce;
+    const int c = int(threadIdx.x) % kColumns, of_row = int(threadIdx.x) / kColumns;
+    LoadedBits v_bits[kOwnNumbers], out_bits[kOwnNumbers], g_bits[kOwnNumbers], beta_bits[kOwnNumbers];
+    // What the walk of the states wants, that of the gradients, or a tile: both.
+    const auto fetch = [&](int64_t from, bool of_states_walk = true, bool of_gradients = true) {
+      const int64_t token = range.begin + from;
       const auto at = [&](const Strided &x, int64_t i) {
         return range.batch * x.stride[0] + token * x.stride[1] + i * x.stride[2];
       };
-      load_rows(tile.rows[0], p.q, at(p.q, group), p.keys, tokens);
-      load_rows(tile.rows[1], p.k, at(p.k, group), p.keys, tokens);
-      for (int i = int(threadIdx.x); i < Tile::kTokens * kColumns; i += kThreads) {
-        const int t = i / kColumns, c = i % kColumns;
-        const bool there = t < tokens && c < columns;
+      k_rows.load(token, range.end);
+      if (of_gradients) q_rows.load(token, range.end);
+#pragma unroll
+      for (int i = 0; i < kOwnNumbers; ++i) {
+        const int t = i * kRowsAtOnce + of_row;
         const auto value = [&](const Strided &x, int64_t n) {
-          return there ? element(x, at(x, head) + t * x.stride[1] + n * x.stride[3]) : 0.0f;
+          return bits_at(x, at(x, head) + t * x.stride[1] + n * x.stride[3], from + t < tokens && c < columns);
         };
-        tile.numbers[kV][t][c] = value(p.v, first + c);
-        tile.numbers[kOut][t][c] = value(p.dout, first + c);
-        tile.numbers[kDecay][t][c] = there ? exp_f32(value(p.g, 0)) : 0.0f;
-        tile.numbers[kBeta][t][c] = value(p.beta, 0);
+        if (of_states_walk) v_bits[i] = value(p.v, first + c);
+        if (of_gradients) out_bits[i] = value(p.dout, first + c);
+        g_bits[i] = value(p.g, 0), beta_bits[i] = value(p.beta, 0);
+      }
+    };
+    const auto place = [&](bool of_states_walk = true, bool of_gradients = true) {
+      k_rows.store(&tile.rows[1][0][0]);
+      if (of_gradients) q_rows.store(&tile.rows[0][0][0]);
+#pragma unroll
+      for (int i = 0; i < kOwnNumbers; ++i) {
+        const int t = i * kRowsAtOnce + of_row;
+        if (of_states_walk) tile.numbers[kV][t][c] = number_of(p.v.type, v_bits[i]);
+        if (of_gradients) tile.numbers[kOut][t][c] = number_of(p.dout.type, out_bits[i]);
+        tile.numbers[kDecay][t][c] = exp_f32(number_of(p.g.type, g_bits[i]));
+        tile.numbers[kBeta][t][c] = number_of(p.beta.type, beta_bits[i]);
       }
     };
     // What v has beyond the state's answer to k.
@@ -387,23 +567,26 @@ __global__ void __launch_bounds__(kThreads)
         const float4 k = vector_of(tile.rows[1][t], r);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (r * kScanRound + i < left) known = fmaf(part(k, i), decay * before[r][i], known);
+          if (whole || r * kScanRound + i < left) known = fmaf(part(k, i), decay * before[r][i], known);
       }
       return tile.numbers[kV][t][own] - join_lanes(known);
     };
-    const auto step = [&](int t, float(&states)[kRounds][4]) {
+    const auto step = [&](int t, float(&over)[kRounds][4]) {
       const float decay = tile.numbers[kDecay][t][own];
-      const float w = tile.numbers[kBeta][t][own] * remembered(t, decay, states);
+      const float w = tile.numbers[kBeta][t][own] * remembered(t, decay, over);
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         const float4 k = vector_of(tile.rows[1][t], r);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) states[r][i] = fmaf(part(k, i), w, decay * states[r][i]);
+        for (int i = 0; i < 4; ++i) over[r][i] = fmaf(part(k, i), w, decay * over[r][i]);
       }
     };
     constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
-    const auto back = [&](int64_t from, int t, const float(&before)[kRounds][4]) {
+    int64_t from = of.from;
+    const int64_t of_dv =
+        range.batch * p.dv.stride[0] + range.begin * p.dv.stride[1] + head * p.dv.stride[2] + column * p.dv.stride[3];
+    const auto back = [&](int t, const float(&before)[kRounds][4]) {
       const float decay = tile.numbers[kDecay][t][own], beta = tile.numbers[kBeta][t][own];
       const float dout = tile.numbers[kOut][t][own], m = remembered(t, decay, before), w = beta * m;
       const int64_t token = begin + from + t;
@@ -420,7 +603,7 @@ __global__ void __launch_bounds__(kThreads)
             const float g = fmaf(part(q, i), dout, gradient[r][i]);
             gradient[r][i] = g;
             terms[joined][i] = mine ? dout * fmaf(part(k, i), w, decay * before[r][i]) : 0.0f;
-            if (r * kScanRound + i < left) z = fmaf(part(k, i), g, z);
+            if (whole || r * kScanRound + i < left) z = fmaf(part(k, i), g, z);
           }
         }
         join_columns(terms, tile.parts[turn][0][threadIdx.x / 32] + begun * kScanRound);
@@ -440,35 +623,79 @@ __global__ void __launch_bounds__(kThreads)
             terms[joined][i] = mine ? fmaf(w, g, -(of_m * old)) : 0.0f;
             const float through = fmaf(-part(k, i), of_m, g);
             gradient[r][i] = decay * through;
-            if (r * kScanRound + i < left) l = fmaf(through, old, l);
+            if (whole || r * kScanRound + i < left) l = fmaf(through, old, l);
           }
         }
         join_columns(terms, tile.parts[turn][1][threadIdx.x / 32] + begun * kScanRound);
       }
       l = join_lanes(l);
       if (lane == 0) {
-        tile.terms[turn][0][own] = l, tile.terms[turn][1][own] = z * m;
-        if (mine)
-          put(p.dv,
-              range.batch * p.dv.stride[0] + (range.begin + from + t) * p.dv.stride[1] + head * p.dv.stride[2] +
-                  column * p.dv.stride[3],
-              of_m);
+        tile.terms[t][own] = l, tile.terms[t][kColumns + own] = z * m;
+        if (mine) put(p.dv, of_dv + (from + t) * p.dv.stride[1], of_m);
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
-      if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
-        const int which = int(threadIdx.x) / 32;
-        p.workspace.of_head(which, token, head)[first / kColumns] = chain_of(tile.terms[turn][which], 0, columns);
-      }
       turn ^= 1;
     };
-    walk_back(tile, range, p.workspace, sequence, begin, group, block, state, load, step, back);
-    if (p.dinitial.data && mine)
+    const auto take_tile = [&] {
+      const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
+      take_back<whole>(tile, count, kept(from), states, state, step, back);
+      for (int i = int(threadIdx.x); i < 2 * Tile::kTokens; i += kThreads) {  // behind the last token's barrier
+        const int t = i % Tile::kTokens, which = i / Tile::kTokens;
+        if (t < count)
+          p.workspace.of_head(which, begin + from + t, head)[first / kColumns] =
+              chain_of(tile.terms[t] + which * kColumns, 0, columns);
+      }
+    };
+    if constexpr (part_of == Part::walks) {
+      if (!backwards) {
+        walk_states<whole>(
+            tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); },
+            step);
+      } else {
+        walk_gradients<kRounds>(
+            tokens,
+            [&](int64_t at) {
+              keep_at<whole>(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
+            },
+            [&](int64_t at) { fetch(at, false); }, [&] { place(false); },
+            [&](int t) {
+              const float decay = tile.numbers[kDecay][t][own], dout = tile.numbers[kOut][t][own];
+              float z = 0.0f;
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r)
+              for (int r = 0; r < kRounds; ++r) {
+                const float4 q = vector_of(tile.rows[0][t], r), k = vector_of(tile.rows[1][t], r);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (r * kScanRound + i < left) put(p.dinitial, of_state(p.dinitial, state_of(r, i)), gradient[r][i]);
+                for (int i = 0; i < 4; ++i) {
+                  gradient[r][i] = fmaf(part(q, i), dout, gradient[r][i]);
+                  if (whole || r * kScanRound + i < left) z = fmaf(part(k, i), gradient[r][i], z);
+                }
+              }
+              const float of_m = tile.numbers[kBeta][t][own] * join_lanes(z);
+#pragma unroll
+              for (int r = 0; r < kRounds; ++r) {
+                const float4 k = vector_of(tile.rows[1][t], r);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) gradient[r][i] = decay * fmaf(-part(k, i), of_m, gradient[r][i]);
+              }
+            });
+      }
+    } else if constexpr (part_of == Part::tiles) {
+      fetch(from), place();
+      __syncthreads();
+      take_tile();
+    } else {
+      walk_states<whole>(
+          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
+      for (from = (tokens - 1) / Tile::kTokens * Tile::kTokens; from >= 0 && tokens > 0; from -= Tile::kTokens) {
+        fetch(from), place();
+        __syncthreads();
+        take_tile();
+        __syncthreads();
+      }
+    }
+    if (p.dinitial.data && mine && (part_of == Part::all || backwards))
+      store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[2], left, false, gradient);
     __syncthreads();
   }
 }
@@ -518,7 +745,7 @@ __device__ __forceinline__ float head_sum(const SelectiveScanBackward &p, int wh
                p.width ? (first + p.width - 1) / kColumns - first / kColumns + 1 : 0);
 }
 
-// ddt: a thread has a head of a token.
+// ddt, and a token's parts of dA and dD: a thread has a head of a token.
 __global__ void __launch_bounds__(kThreads)
     selective_steps_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   const uint32_t pieces = uint32_t(divide_up(p.sequences.tokens, kFinishTokens));
@@ -532,6 +759,9 @@ __global__ void __launch_bounds__(kThreads)
       const float of_u = head_sum(p, 0, token, head), of_decay = head_sum(p, 1, token, head);
       put(p.ddt, range.batch * p.ddt.stride[0] + t * p.ddt.stride[1] + head * p.ddt.stride[2],
           p.each_state ? of_decay + of_u : fmaf(element(p.a, head * p.a.stride[0]), of_decay, of_u));
+      // The sums that chains over the tokens want, in place of their first parts.
+      if (!p.each_state) *p.workspace.of_head(1, token, head) = of_decay;
+      if (p.dd.data) *p.workspace.of_head(2, token, head) = head_sum(p, 2, token, head);
     }
   }
 }
@@ -547,19 +777,19 @@ __global__ void __launch_bounds__(32)
     const int64_t before = range.batch * p.sequences.tokens, of_group = p.heads / p.groups;
     float da = 0.0f, dd = 0.0f;
     for (int64_t last = range.end - 1; last >= range.begin; last -= kAhead) {
-      float dt[kAhead], of_decay[kAhead], of_x[kAhead];
+      LoadedBits dt[kAhead];
+      float of_decay[kAhead], of_x[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int64_t t = last - i;
-        dt[i] = of_decay[i] = of_x[i] = 0.0f;
-        if (t < range.begin) continue;
-        dt[i] = element(p.dt, range.batch * p.dt.stride[0] + t * p.dt.stride[1] + head * p.dt.stride[2]);
-        if (!p.each_state) of_decay[i] = head_sum(p, 1, before + t, head);
-        if (p.dd.data) of_x[i] = head_sum(p, 2, before + t, head);
+        const bool there = t >= range.begin;
+        dt[i] = bits_at(p.dt, range.batch * p.dt.stride[0] + t * p.dt.stride[1] + head * p.dt.stride[2], there);
+        of_decay[i] = there && !p.each_state ? *p.workspace.of_head(1, before + t, head) : 0.0f;
+        of_x[i] = there && p.dd.data ? *p.workspace.of_head(2, before + t, head) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
-        if (last - i >= range.begin) da = fmaf(dt[i], of_decay[i], da), dd = dd + of_x[i];
+        if (last - i >= range.begin) da = fmaf(number_of(p.dt.type, dt[i]), of_decay[i], da), dd = dd + of_x[i];
     }
     if (p.dd.data) put(p.dd, sequence * p.dd.stride[0] + head * p.dd.stride[1], dd);
     const int64_t to = sequence * p.da.stride[0] + head * p.da.stride[1];
@@ -593,95 +823,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- The causal convolution --------------------------------------------------------------------------------------------
-
-constexpr int kConvChannels = 64, kConvRows = 4, kConvTokens = 32;
-
-// A block has some tokens of a sequence and 64 channels, one a thread; a thread has every fourth of the tokens. The first
-// piece is what lies before the sequence.
-template <Type type>
-__global__ void __launch_bounds__(kConvChannels *kConvRows)
-    conv_inputs_kernel(const __grid_constant__ CausalConv1dBackward p, const __grid_constant__ int64_t blocks) {
-  const uint32_t parts = uint32_t(divide_up(p.channels, kConvChannels)),
-                 pieces = uint32_t(divide_up(p.sequences.tokens, kConvTokens)) + 1;
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t c = block % parts * kConvChannels + int(threadIdx.x) % kConvChannels;
-    const int64_t piece = int64_t(block / parts % pieces) - 1, sequence = block / parts / pieces;
-    const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t begin = piece < 0 ? 1 - p.taps : piece * kConvTokens;
-    int64_t end = piece < 0 ? 0 : begin + kConvTokens;
-    if (end > range.end - range.begin) end = range.end - range.begin;
-    const Strided &out = piece < 0 ? p.dinitial : p.dx;
-    if (c >= p.channels || !out.data) continue;
-    const bool held = p.taps <= kHeldTaps;
-    float w[kHeldTaps];
-#pragma unroll
-    for (int j = 0; j < kHeldTaps; ++j)
-      w[j] = held && j < p.taps ? element(p.w, c * p.w.stride[0] + j * p.w.stride[1]) : 0.0f;
-    for (int64_t t = begin + int(threadIdx.x) / kConvChannels; t < end; t += kConvRows) {
-      float sum = 0.0f;
-      const auto at = [&](int64_t j) {  // a token, behind t
-        return range.batch * p.dy.stride[0] + (range.begin + t + p.taps - 1 - j) * p.dy.stride[1] + c * p.dy.stride[2];
-      };
-      const int64_t last = t + p.taps - 1, count = range.end - range.begin;  // of tap 0: where its token must be before
-      const auto there = [&](int64_t j) { return j < p.taps && last - j >= 0 && last - j < count; };
-      if (held) {
-        float dy[kHeldTaps];
-#pragma unroll
-        for (int j = 0; j < kHeldTaps; ++j) dy[j] = there(j) ? typed<type>(p.dy.data, at(j)) : 0.0f;
-#pragma unroll
-        for (int j = kHeldTaps - 1; j >= 0; --j)
-          if (there(j)) sum = fmaf(w[j], dy[j], sum);
-      } else {
-        for (int64_t j = p.taps - 1; j >= 0; --j)
-          if (there(j))
-            sum = fmaf(element(p.w, c * p.w.stride[0] + j * p.w.stride[1]), typed<type>(p.dy.data, at(j)), sum);
-      }
-      const int64_t row = piece < 0 ? sequence * out.stride[0] + (t + p.taps - 1) * out.stride[1]
-                                    : range.batch * out.stride[0] + (range.begin + t) * out.stride[1];
-      put(out, row + c * out.stride[2], sum);
-    }
-  }
-}
-
-constexpr int kSumChannels = 32, kSumTaps = 8;
-
-// A block has 32 channels of a sequence, one a thread of a warp, and eight of the taps, of which bias is the last one: a
-// chain each, whose operands are read 16 tokens ahead.
-template <Type type>
-__global__ void __launch_bounds__(kSumChannels *kSumTaps)
-    conv_sums_kernel(const __grid_constant__ CausalConv1dBackward p, const __grid_constant__ int64_t blocks) {
-  const uint32_t parts = uint32_t(divide_up(p.channels, kSumChannels)),
-                 rounds = uint32_t(divide_up(p.taps + 1, kSumTaps));
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t c = block % parts * kSumChannels + int(threadIdx.x) % kSumChannels;
-    const int64_t j = block / parts % rounds * kSumTaps + int(threadIdx.x) / kSumChannels;
-    const int64_t sequence = block / parts / rounds;
-    const bool is_bias = j == p.taps;
-    if (c >= p.channels || j > p.taps || !(is_bias ? p.dbias.data : p.dw.data)) continue;
-    const Sequences::Range range = p.sequences.range(sequence);
-    float sum = 0.0f;
-    for (int64_t last = range.end - 1; last >= range.begin; last -= kAhead) {
-      float dy[kAhead], x[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int64_t t = last - i;
-        const bool there = t >= range.begin;
-        dy[i] = there ? typed<type>(p.dy.data, range.batch * p.dy.stride[0] + t * p.dy.stride[1] + c * p.dy.stride[2])
-                      : 0.0f;
-        x[i] = there && !is_bias ? input_at<type>(p, range, sequence, t - range.begin - p.taps + 1 + j, c) : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (last - i >= range.begin) sum = is_bias ? sum + dy[i] : fmaf(dy[i], x[i], sum);
-    }
-    if (is_bias) put(p.dbias, sequence * p.dbias.stride[0] + c * p.dbias.stride[1], sum);
-    else put(p.dw, sequence * p.dw.stride[0] + c * p.dw.stride[1] + j * p.dw.stride[2], sum);
-  }
-}
-
 template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
   return with_rounds<1, kMostHeldStates>(states, f);
+}
+
+template <int kRounds>
+bool tiles_fit(const ScanWorkspace &workspace, int64_t heads, int64_t width, const Strided &first,
+               const Strided &second) {
+  return workspace.states == kRounds * kScanRound && heads * width <= INT32_MAX &&
+         reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 && rows_in_pieces(first, workspace.states) &&
+         rows_in_pieces(second, workspace.states);
 }
 
 template <class Tile, class Problem>
@@ -714,13 +865,20 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
   const char *name = "selective_scan_backward";
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const int64_t blocks = p.sequences.count * p.groups * p.workspace.blocks;
+  const int64_t blocks = p.groups * p.workspace.blocks, count = p.sequences.count;
   PYDET_TRY(with_held_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    void (*kernel)(SelectiveScanBackward, int64_t) = selective_back_kernel<kRounds, false>;
+    using Tile = BackTile<kRounds>;
     if constexpr (kRounds * kScanRound <= kMostOwnRates)
-      if (p.each_state) kernel = selective_back_kernel<kRounds, true>;
-    return launch_back<BackTile<kRounds>>(name, p, blocks, kernel);
+      if (p.each_state)
+        return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>);
+    if constexpr (tiles_apart(kRounds))
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c)) {
+        PYDET_TRY(launch_back<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>));
+        return launch_back<Tile>(name, p, blocks * tiles_of(p.sequences, Tile::kTokens),
+                                 selective_back_kernel<kRounds, false, Part::tiles>);
+      }
+    return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, false, Part::all>);
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
   PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
@@ -732,31 +890,21 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
   const char *name = "gated_delta_backward";
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  const int64_t blocks = p.sequences.count * p.heads * divide_up(p.width, kColumns);
+  const int64_t blocks = p.heads * divide_up(p.width, kColumns), count = p.sequences.count;
   PYDET_TRY(with_held_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    return launch_back<BackTile<kRounds>>(name, p, blocks, delta_back_kernel<kRounds>);
+    using Tile = BackTile<kRounds>;
+    if constexpr (tiles_apart(kRounds))
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k)) {
+        PYDET_TRY(launch_back<Tile>(name, p, blocks * count * 2, delta_back_kernel<kRounds, Part::walks>));
+        return launch_back<Tile>(name, p, blocks * tiles_of(p.sequences, Tile::kTokens),
+                                 delta_back_kernel<kRounds, Part::tiles>);
+      }
+    return launch_back<Tile>(name, p, blocks * count, delta_back_kernel<kRounds, Part::all>);
   }));
   PYDET_TRY(add_rows(name, p, p.dq, p.dk));
   return launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
                        delta_sums_kernel);
-}
-
-pydet_status causal_conv1d_backward(const CausalConv1dBackward &p) {
-  const char *name = "causal_conv1d_backward";
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) -> pydet_status {
-    if (p.dx.data || p.dinitial.data) {
-      const int64_t pieces = divide_up(p.sequences.tokens, kConvTokens) + 1;
-      PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kConvChannels) * pieces,
-                              kConvChannels * kConvRows, conv_inputs_kernel<type>));
-    }
-    if (!p.dw.data && !p.dbias.data) return PYDET_OK;
-    const int64_t rounds = divide_up(p.taps + 1, kSumTaps);
-    return launch_blocks(name, p, p.sequences.count * divide_up(p.channels, kSumChannels) * rounds,
-                         kSumChannels * kSumTaps, conv_sums_kernel<type>);
-  });
 }
 
 }  // namespace pydet

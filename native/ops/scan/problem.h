@@ -137,7 +137,8 @@ struct ScanWorkspace {
   static constexpr int kRows = 2, kOfHeads = 3;
 
   PYDET_INLINE int64_t row_floats() const { return kRows * tokens * groups * blocks * states; }
-  PYDET_INLINE int64_t head_floats() const { return kOfHeads * tokens * heads * parts; }
+  // What lies behind begins at a multiple of 16 bytes where the workspace does and states are a multiple of four.
+  PYDET_INLINE int64_t head_floats() const { return divide_up(kOfHeads * tokens * heads * parts, 4) * 4; }
   PYDET_INLINE int64_t block_floats() const { return states * kScanColumns; }
   PYDET_INLINE int64_t floats() const {
     return row_floats() + head_floats() +

@@ -11,6 +11,8 @@ inline uint32_t shared_address(const void *p) {
   return uint32_t(static_cast<const char *>(p) - emulated::shared_begin());
 }
 
+inline void named_sync(int id, int threads) { emulated::meet_some(id, threads); }
+
 // Lane l gives the address of row l % 8 of matrix l / 8; it takes elements 2 (l % 4) and one more of row l / 4, or,
 // turned, of column l / 4.
 template <bool transpose> void load_matrices(uint32_t (&r)[4], uint32_t row) {

@@ -44,6 +44,12 @@ __device__ __forceinline__ bool find_row(const AttentionPlan &p, int64_t number,
   return true;
 }
 
+__global__ void attention_clear(int *taken) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (threadIdx.x == 0) *taken = 0;
+}
+
 template <Type type> __global__ void __launch_bounds__(kWarps * 32)
     attention_combine(const __grid_constant__ AttentionPlan p) {
   wait_for_previous_kernel();
@@ -171,6 +177,12 @@ template <Type type> __global__ void __launch_bounds__(256)
 }
 
 }  // namespace
+
+pydet_status attention_clear_sm90(const Launch &launch, const AttentionPlan &plan) {
+  Launch shape = launch;
+  shape.grid = dim3(1), shape.block = dim3(32);
+  return pydet::launch(shape, attention_clear, plan.taken);
+}
 
 template <Type type> pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan) {
   Launch shape = launch;

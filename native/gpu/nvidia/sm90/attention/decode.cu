@@ -60,9 +60,10 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   const AttentionSlots<S> slots = at.slots();
   Cursor<S::stages> ring;
   Walk<kUnit> walk(p);
+  Numbers numbers(p);
   Job job;
   int turn = 0;
-  for (; walk.next(&job); ++turn) {
+  for (; walk.find(numbers.now(), &job); ++turn, numbers.take()) {
     slots.put(turn, job);
     const int group = job.head / p.group_heads;
     const auto load = [&](const CUtensorMap *map, bool sequence_moves, bool group_moves, int stage) {
@@ -403,8 +404,9 @@ template <class S> __device__ __forceinline__ void multiply_jobs(const Attention
   named_sync(4, S::warps * 32);
   if (load_word(flag) == 0.0f) return;
   Walk<kUnit> walk(p);
+  Numbers numbers(p);
   Job job;
-  while (walk.next(&job)) {
+  for (; walk.find(numbers.now(), &job); numbers.take()) {
     const Lengths x = {job.queries, job.keys, job.q_first, job.k_first};
     for (int row = warp; row < S::rows; row += S::warps) {
       const RowPlace place = row_place(p, row);

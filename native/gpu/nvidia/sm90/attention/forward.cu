@@ -39,6 +39,7 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   const bool one = threadIdx.x % 32 == 0;
   RingPlace<S::stages> ring;
   Walk<S::n> walk(p);
+  Numbers numbers(p);
   Job job;
   Boxes values = {};  // of the block ahead
   int values_group = -1, turn = 0;
@@ -48,12 +49,14 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
     ring.next();
   };
   const auto load_values = [&] { load(&p.v, p.sequence_moves_v, p.group_moves_v, values, values_group); };
-  for (; walk.next(&job); ++turn) {
+  for (; walk.find(numbers.now(), &job); ++turn, numbers.take()) {
     slots.put(turn, job);
-    const int group = job.head / p.group_heads;
+    const int group = job.head / p.group_heads, late = max(job.begin, job.end - 2);
     for (int block = job.begin; block < job.end; ++block) {
+      if (block == late) numbers.ask();
       const Boxes boxes = boxes_of<S>(p, job, block);
       load(&p.k, p.sequence_moves_k, p.group_moves_k, boxes, group);
+      if (values_group >= 0) load_values();
       if (block == job.begin) {
 #pragma unroll 1
         for (int i = 0; i < S::warpgroups; ++i) {
@@ -61,7 +64,6 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
           if (one) load_queries<S>(p, job, i, at.q(i), at.q_full(i));
         }
       }
-      if (values_group >= 0) load_values();
       values = boxes, values_group = group;
     }
   }
@@ -69,6 +71,14 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   job = {};
   slots.put(turn, job);
 }
+
+// Of a block's scores or weights all, or those of the lower half of its keys, where a warpgroup's rows see none above.
+template <bool lower, class T, int extent> __device__ __forceinline__ auto &part_of(T (&all)[extent]) {
+  if constexpr (lower) return reinterpret_cast<T(&)[extent / 2]>(all);
+  else return all;
+}
+using Whole = std::false_type;
+using Lower = std::true_type;
 
 // ---- The warpgroups that multiply --------------------------------------------------------------------------------
 
@@ -86,6 +96,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   bool fresh = true;         // and it is this warpgroup's first of its job
   bool behind = false;       // a block's values come next
   bool weighted = false;     // and this warpgroup has weights for them
+  bool lower = false;        // of the lower half of its keys alone
   bool first_values = true;  // which are the first of a segment
   bool finite = true;        // so far, all results of this warp
   bool closing = false;      // and o holds the segment before it, which joins O when o is wanted
@@ -114,21 +125,24 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   const auto release = [&](uint32_t barrier) {
     if (first_lane) barrier_arrive(barrier);
   };
-  const auto scores = [&](int stage) {
+  const auto scores = [&](int stage, auto of) {
     const uint64_t q = wgmma_descriptor<true>(at.q(warpgroup)), k = wgmma_descriptor<true>(at.stage(stage));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::d / kStep; ++i)
-      wgmma<S::type, true, true>(s, q + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4),
+      wgmma<S::type, true, true>(part_of<decltype(of)::value>(s),
+                                 q + ((i / 4 * S::q_box_bytes + i % 4 * kStep * 2) >> 4),
                                  k + ((i / 4 * S::box_bytes + i % 4 * kStep * 2) >> 4), i > 0);
     wgmma_commit();
   };
-  const auto products = [&](int stage) {
+  const auto products = [&](int stage, bool of_lower) {
     const uint64_t v = wgmma_descriptor<false, 64, S::n>(at.stage(stage));
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < S::n / kStep; ++i)
+    for (int i = 0; i < S::n / kStep; ++i) {
+      if (S::halves && i == S::n / kStep / 2 && of_lower) break;
       wgmma_from_registers<S::type, false>(o, weights[i], v + (i * kStep * kRowBytes >> 4), i > 0 || !first_values);
+    }
     wgmma_commit();
   };
   // For the products, whose sums are then worth less if a reference has moved. A wait in either branch, and each worded
@@ -153,7 +167,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   if (turns && warpgroup == S::warpgroups - 1) named_arrive(1, 2 * kWarpgroup);
   while (more || behind) {
     // Blocks that all rows see: most of them.
-    if (weighted && !fresh && block * S::n >= sight.whole_begin) {
+    if (weighted && !lower && !fresh && block * S::n >= sight.whole_begin) {
       const int most = min(sight.whole_end / S::n, sight.end - 1), plain_end = through ? most : min(most, next_segment);
 #pragma unroll 1
       for (; block < plain_end; ++block) {
@@ -163,13 +177,13 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         barrier_wait(at.full(ring.stage), ring.parity);
         barrier_wait(at.full(values.stage), values.parity);
         my_turn();
-        scores(ring.stage);
+        scores(ring.stage, Whole());
         const bool closed = S::through && closing;
         if (closed) {
           your_turn();
           close();
         }
-        products(values.stage);
+        products(values.stage, false);
         if (!closed) your_turn();
         if (begins) fold.finish(p, at, fold.fours - fold.ahead);
         const typename Fold<S>::Share share = fold.ask(p, at);
@@ -222,42 +236,55 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     }
     if (behind) barrier_wait(at.full(values.stage), values.parity);
 
-    bool moved = false;
+    bool moved = false, masked = false;
     Step step;
-    const auto softmax = [&] {
+    const bool past_lower = S::halves && same_in_warp(lower);  // the shuffle tells ptxas that the warp has one
+    lower = false;
+    if (live && (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end)) {
+      masked = true;
+      if (S::halves && p.halves) lower = last_in_sight(p, slots.look(turn), warpgroup) < block * S::n + S::n / 2;
+    }
+    if (S::halves) lower = same_in_warp(lower);
+    const auto softmax = [&](auto of) {
+      auto &mine = part_of<decltype(of)::value>(s);
       release(at.empty(ring.stage));
       if (block + 1 == sight.end) release(at.q_empty(warpgroup));
-      if (block * S::n < sight.whole_begin || (block + 1) * S::n > sight.whole_end) {
+      if (masked) {
         const Job job = slots.look(turn);
         const int thread = thread_number();
-        mask_scores(p, job, s, job.query + warpgroup * p.warpgroup_queries, row_of(thread),
+        mask_scores(p, job, mine, job.query + warpgroup * p.warpgroup_queries, row_of(thread),
                     block * S::n + thread % 4 * 2);
       }
       if (begins) sums.clear();
-      moved = move_references(s, sums.m, p.c, step);
-      weigh_scores<0, 8>(s, p.c, step);
+      moved = move_references(mine, sums.m, p.c, step);
+      weigh_scores<0, 8>(mine, p.c, step);
     };
-    my_turn();
-    if (live && weighted) {
-      scores(ring.stage);
+    const auto scores_beside_products = [&](auto of) {
+      scores(ring.stage, of);
       const bool early = S::d == 64 || (S::through && closing);
       if (early) your_turn();
       if (S::through && closing) close();
-      products(values.stage);
+      products(values.stage, past_lower);
       if (!early) your_turn();
       if (closes) total();
       wgmma_wait<1>();
-      softmax();
+      softmax(of);
       wait_and_rescale(moved && !closes, step);
+    };
+    my_turn();
+    if (live && weighted) {
+      if (S::halves && lower) scores_beside_products(Lower());
+      else scores_beside_products(Whole());
     } else if (live) {
-      scores(ring.stage);
+      lower = false;
+      scores(ring.stage, Whole());
       your_turn();
       wgmma_wait<0>();
-      softmax();
+      softmax(Whole());
     } else {
       if (weighted) {
         if (S::through && closing) close();
-        products(values.stage);
+        products(values.stage, past_lower);
         your_turn();
         total();
         wgmma_wait<0>();
@@ -282,7 +309,8 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         SharedTotals<S>{at.base}.store(totals);
       }
       scale_sums(sums.l, step);
-      add_weights<S::type>(s, sums.l, weights);
+      if (S::halves && lower) add_weights<S::type>(part_of<true>(s), sums.l, part_of<true>(weights));
+      else add_weights<S::type>(s, sums.l, weights);
       turn_of_weights = turn, fresh = false, first_values = begins;
     }
     weighted = live;

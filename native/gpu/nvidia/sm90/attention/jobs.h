@@ -81,26 +81,32 @@ __device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, 
   return job;
 }
 
-// The jobs of this block, all lanes of a warp together, in the order of units from the last to the first, of all
-// sequences that have that one, of all heads. So tiles that see many keys come first, and those that read the same keys
-// stand together; where all sequences are of one size, in sections of heads, the keys and values of which the L2 holds.
-// Blocks take them in turns, every second time around from the last block to the first: so none has the larger one
-// each time.
+// Which job a number is, all lanes of a warp together: of numbers that rise from one to the next.
+//
+// Of sequences of one size: in the order of units from the last to the first, of all sequences, of all heads, in sections
+// of heads, the keys and values of which the L2 holds. So tiles that see many keys come first, and those that read the
+// same keys stand together. Of others: units that see at least half as many keys as any first, one sequence after another
+// and each in that order, then those that see at least a quarter, and so on; or, where they are split, all sequences that
+// have a unit before those that have the one below it.
 template <int n> class Walk {
  public:
   __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan) {
     if (p.uniform) {
       level = units_of(p, lengths_of(p, 0));
+    } else if (p.in_turn) {
+      for (int i = 0; i < p.sequences; i += 32) {
+        const int sequence = i + int(threadIdx.x % 32);
+        if (sequence < p.sequences) sizes |= sizes_of(lengths_of(p, sequence));
+      }
+      sizes = __reduce_or_sync(0xFFFFFFFFu, sizes);
+      chunk = p.sequences;
     } else {
-      for (int i = 0; i < p.sequences; i += 32) level = max(level, __reduce_max_sync(0xFFFFFFFFu, units(i)));
+      for (int i = 0; i < p.sequences; i += 32) level = max(level, int(__reduce_max_sync(0xFFFFFFFFu, units(i))));
     }
   }
 
-  // False: there are no more.
-  __device__ __forceinline__ bool next(Job *job) {
-    const int blocks = int(gridDim.x), block = int(blockIdx.x);
-    const int number = around * blocks + (around % 2 ? blocks - 1 - block : block);
-    ++around;
+  // False: there is none, nor any behind it.
+  __device__ __forceinline__ bool find(int number, Job *job) {
     if (p.uniform) {
       const int pairs = p.sequences * p.job_heads, section = number / (p.section * level), first = section * p.section;
       if (first >= pairs) return false;
@@ -108,6 +114,18 @@ template <int n> class Walk {
       if (down >= level) return false;
       const int pair = first + rest - down * here, sequence = pair / p.job_heads;
       *job = job_of<n>(p, lengths_of(p, sequence), sequence, level - 1 - down, pair - sequence * p.job_heads);
+    } else if (p.in_turn) {
+      for (int all; all = __shfl_sync(0xFFFFFFFFu, jobs, 31), number - before >= all;) {
+        before = min(before + all, kMostJobs);
+        if (!next_chunk()) return false;
+      }
+      const int which = __ffs(int(__ballot_sync(0xFFFFFFFFu, number - before < jobs))) - 1,
+                ahead = __shfl_sync(0xFFFFFFFFu, jobs, max(which - 1, 0)), sequence = chunk + which;
+      const Lengths x = lengths_of(p, sequence);
+      const int top = units_below(x, level + 1), height = top - units_below(x, level), section = section_of(x.keys),
+                own = number - before - (which ? ahead : 0), first = own / (section * height) * section,
+                rest = own - first * height, here = min(section, p.job_heads - first), down = rest / here;
+      *job = job_of<n>(p, x, sequence, top - 1 - down, first + rest - down * here);
     } else {
       while (number - level_first >= level_sequences * p.job_heads) {
         if (--level < 0) return false;
@@ -128,7 +146,12 @@ template <int n> class Walk {
 
  private:
   const AttentionPlan &p;
-  int around = 0, level = 0, level_first = 0, level_sequences = 0;
+  int level = 0, level_first = 0, level_sequences = 0;
+  // In turn: the sizes that are left, of which `level` is at hand, of it 32 sequences, the jobs before them, and those of
+  // them up to this lane's. Lengths that overlap may have more jobs than are counted.
+  static constexpr int kMostJobs = (1 << 30) - 1;
+  uint32_t sizes = 0;
+  int chunk = 0, before = 0, jobs = 0;
 
   // Of this lane's among the 32 sequences from i on.
   __device__ __forceinline__ int units(int i) const {
@@ -137,6 +160,83 @@ template <int n> class Walk {
   }
   // Which of them have a unit `level`.
   __device__ __forceinline__ uint32_t having(int i) const { return __ballot_sync(0xFFFFFFFFu, units(i) > level); }
+
+  // In powers of two.
+  __device__ __forceinline__ static int size_of(int keys) { return 31 - __clz(max(keys, 0) | 127); }
+  // Those of a sequence's units: a bit each.
+  __device__ __forceinline__ uint32_t sizes_of(const Lengths &x) const {
+    if (x.queries == 0) return 0;
+    const int least =
+        p.right >= x.queries ? x.keys : min(x.keys - x.queries + min(p.job_queries, x.queries) + p.right, x.keys);
+    return (2u << min(size_of(x.keys), p.most_size)) - (1u << min(size_of(least), p.most_size));
+  }
+  // How many of them are below one.
+  __device__ __forceinline__ int units_below(const Lengths &x, int size) const {
+    const int all = units_of(p, x);
+    if (size > p.most_size || size > size_of(x.keys)) return all;
+    if (size <= size_of(0) || p.right >= x.queries) return 0;
+    return clamped(((1 << size) - 1 - (x.keys - x.queries) - p.right) / p.job_queries, 0, all);
+  }
+  // The 32 sequences that follow, or the first of the size below.
+  __device__ __forceinline__ bool next_chunk() {
+    if (chunk += 32; chunk >= p.sequences) {
+      chunk = 0;
+      if (level) sizes &= ~(1u << level);
+      if (!sizes) return false;
+      level = 31 - __clz(int(sizes));
+    }
+    const int sequence = chunk + int(threadIdx.x % 32);
+    jobs = 0;
+    if (sequence < p.sequences) {
+      const Lengths x = lengths_of(p, sequence);
+      jobs = min((units_below(x, level + 1) - units_below(x, level)) * p.job_heads, kMostJobs);
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int lower = __shfl_up_sync(0xFFFFFFFFu, jobs, i);
+      if (int(threadIdx.x % 32) >= i) jobs = min(jobs + lower, kMostJobs);
+    }
+    return true;
+  }
+  // Jobs of a unit that stand together, of a sequence of so many keys.
+  __device__ __forceinline__ int section_of(int keys) const {
+    const int groups = p.heads / p.group_heads;
+    if (keys > p.most_held || keys <= p.most_held / groups) return p.job_heads;
+    const int sections = (groups + max(p.held / keys, 1) - 1) / max(p.held / keys, 1);
+    return (groups + sections - 1) / sections * (p.group_heads / p.pack);
+  }
+};
+
+// The numbers of this block's jobs. Blocks take them in turns, every second time around from the last block to the first:
+// so none has the larger one each time. Or each takes the next of all when it has need of one, which the warp that loads
+// does; what number followed which is then written down.
+class Numbers {
+ public:
+  __device__ __forceinline__ explicit Numbers(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x)) {}
+  __device__ __forceinline__ int now() const { return number; }
+  // Of the warp that loads, some time before it goes on to the next.
+  __device__ __forceinline__ void ask() {
+    if (p.taken && threadIdx.x % 32 == 0) asked = atomicAdd(p.taken, 1);
+  }
+  __device__ __forceinline__ void take() {
+    if (!p.taken) return turn();
+    const int next = int(gridDim.x) + __shfl_sync(0xFFFFFFFFu, asked, 0);
+    if (threadIdx.x % 32 == 0 && number < p.numbers) p.followed[number] = next;
+    number = next;
+  }
+  // Of others, later.
+  __device__ __forceinline__ void follow() {
+    if (!p.taken) return turn();
+    number = number < p.numbers ? p.followed[number] : p.numbers;
+  }
+
+ private:
+  const AttentionPlan &p;
+  int number, asked = 0;  // or asked: how often it was this block's turn
+  __device__ __forceinline__ void turn() {
+    const int blocks = int(gridDim.x), block = int(blockIdx.x);
+    number = ++asked * blocks + (asked % 2 ? blocks - 1 - block : block);
+  }
 };
 
 // A ring of jobs. A slot whose `end` is 0 holds none and follows the last.

@@ -22,6 +22,11 @@ struct Sight {
   int begin, end;
   int whole_begin, whole_end;
 };
+// The last key that any of them sees.
+__device__ __forceinline__ int last_in_sight(const AttentionPlan &p, const Job &job, int warpgroup) {
+  const int last = min(job.query + (warpgroup + 1) * p.warpgroup_queries, job.queries) - 1;
+  return keys_of(p, job, last, last).end - 1;
+}
 template <class S>
 __device__ __forceinline__ Sight sight_of(const AttentionPlan &p, const Job &job, int warpgroup) {
   const int most = job.queries - 1, first = min(job.query + warpgroup * p.warpgroup_queries, most),

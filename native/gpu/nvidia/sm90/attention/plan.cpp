@@ -43,9 +43,10 @@ struct Cut {
 };
 
 int64_t tiles_of(const Attention &a, int pack, int job_queries) {
-  const int64_t heads = a.sequences * (a.heads / pack);
-  if (!a.q_start) return heads * divide_up(a.queries, job_queries);
-  return (a.heads / pack) * (divide_up(a.queries, job_queries) + a.sequences / 2);
+  const int64_t heads = a.heads / pack;
+  if (!a.q_start) return a.sequences * heads * divide_up(a.queries, job_queries);
+  // A sequence's last is half full, and it is one at least.
+  return std::max(heads * a.sequences, divide_up(heads * (2 * a.queries + a.sequences * job_queries), 2 * job_queries));
 }
 
 int warpgroups_of(const Attention &a, bool wide) { return !wide ? 1 : a.d <= 64 ? 3 : 2; }
@@ -72,6 +73,23 @@ uint64_t bytes_of_running(const Attention &a) {
   return a.d > kNarrowD && a.keys > a.kv_chunk ? 2 * uint64_t(kRunningBlocks) * kRunningBytes : 0;
 }
 
+// Whether packs' jobs go by their sizes. To find one takes longer than by level, which heads of a group each under a mask
+// do not win back: their tiles see as many keys as others of their level.
+bool in_sizes(const Attention &a) {
+  return a.q_start && (a.heads > a.groups || (!a.causal && a.window_left == kNoWindow && a.window_right == kNoWindow));
+}
+
+// Of packs, whose sequences' lengths the device alone knows: the count from which blocks take their jobs, and which job
+// followed which. It is cleared by a launch of its own, 2 us, which few tiles do not win back.
+constexpr uint64_t kTakenBytes = 128;
+constexpr int64_t kFewTiles = 400, kMostNumbers = int64_t(1) << 20;
+int64_t numbers_of(const Attention &a, const Cut &cut) { return cut.tiles + a.sequences * (a.heads / cut.pack); }
+uint64_t bytes_of_numbers(const Attention &a, const Cut &cut) {
+  const int64_t numbers = numbers_of(a, cut);
+  if (!in_sizes(a) || a.keys <= a.kv_chunk || cut.tiles < kFewTiles || numbers > kMostNumbers) return 0;
+  return kTakenBytes + 4 * uint64_t(numbers);
+}
+
 // Whether decode.cu has them, rather than a tile of 64 rows.
 bool decodes(const Attention &a, const Cut &cut) {
   return !cut.wide && !a.q_start && a.heads / a.groups * a.queries <= kDecodeRows;
@@ -84,7 +102,7 @@ bool decodes(const Attention &a, const Cut &cut) {
 Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   const int64_t rows = a.heads / a.groups * (a.q_start ? divide_up(a.queries, a.sequences) : a.queries);
   Cut cut = cut_rows(a, rows > kAttentionWarpgroupRows);
-  if (cut.wide && !a.q_start && a.keys <= a.kv_chunk)
+  if (cut.wide && a.keys <= a.kv_chunk)
     for (bool wide : {false, true}) {
       const Cut apart = cut_rows(a, wide, 1);
       if (apart.tiles <= sms) return apart;
@@ -100,18 +118,23 @@ Cut fastest(const Attention &a, int64_t least, int64_t sms) {
   return cut;
 }
 
+// Bytes of keys and values: those that need no sections, and of a section.
+constexpr int64_t kHeld = 24 << 20;
+int64_t held_at_once(const Attention &a, bool causal) {
+  return !causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000;
+}
+
 // Jobs of a unit that stand together. All of them, unless keys and values are more than the L2 holds, and each is read
 // again for every tile of queries. Of a causal mask tiles see more or fewer keys, and sections of few jobs may leave some
 // blocks the larger tiles of each: only where jobs are many, or a group has few heads to read its keys at a time.
 int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
-  constexpr int64_t kHeld = 24 << 20;  // bytes
   const int64_t of_group = a.heads / a.groups / cut.pack, groups = a.sequences * a.groups, jobs = groups * of_group,
                 bytes = 2 * a.keys * (a.d + a.e);
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key,
              causal = a.causal && (a.window_left == kNoWindow || a.window_left >= a.keys / 2);
   if (!known || cut.split || !cut.wide || bytes > kHeld || groups * bytes <= kHeld) return jobs;
   if (causal && jobs < (of_group <= 2 ? sms / 2 : 4 * sms)) return jobs;
-  const int64_t at_once = std::max<int64_t>((!causal ? 14 << 20 : a.d > kNarrowD ? 12'000'000 : 20'000'000) / bytes, 1);
+  const int64_t at_once = std::max<int64_t>(held_at_once(a, causal) / bytes, 1);
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
@@ -149,9 +172,10 @@ uint64_t attention_sm90_workspace(const Attention &a, const char *kernel) {
   if (a.arithmetic != Arithmetic::sm90 && a.arithmetic != Arithmetic::automatic) return 0;
   const auto is = [&](int variant) { return kernel && strcmp(kernel, kAttentionNames[variant]) == 0; };
   if (is(kAttentionWideSplit) || is(kAttentionFewSplit)) return bytes_split(a);
-  if (is(kAttentionFew)) return 0;
-  const bool splits = !kernel && fastest(a, 0, kMostMultiprocessors).split;
-  return std::max(splits ? bytes_split(a) : 0, bytes_of_running(a));
+  const bool few = is(kAttentionFew), wide = is(kAttentionWide);
+  if (kernel && !few && !wide) return 0;
+  const Cut cut = kernel ? cut_rows(a, wide) : fastest(a, 0, kMostMultiprocessors);
+  return std::max(cut.split ? bytes_split(a) : 0, (few ? 0 : bytes_of_running(a)) + bytes_of_numbers(a, cut));
 }
 
 pydet_status attention_sm90(const Attention &a, const Choice &choice) {
@@ -198,9 +222,15 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.split = cut.split;
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
   p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
+  const int64_t key_bytes = 2 * (a.d + a.e);
+  p.in_turn = (a.q_start ? in_sizes(a) : decode && !p.uniform) && !cut.split, p.halves = true;
+  p.held = int(held_at_once(a, a.causal && a.window_left == kNoWindow) / key_bytes);
+  p.most_held = int(kHeld / key_bytes);
   p.folds_later = a.causal || a.keys / 4 < a.kv_chunk;
   const auto side = [](int64_t window) { return int(window == kNoWindow ? kMost : std::min(window, kMost)); };
   p.left = side(a.window_left), p.right = a.causal ? 0 : side(a.window_right);
+  const int64_t seen = int64_t(p.left) + p.right + p.job_queries;  // by a job
+  for (p.most_size = 30; p.most_size > 7 && int64_t(1) << p.most_size > seen;) --p.most_size;
   p.c = score_scale(a).c;
   p.in_q = a.q, p.in_k = a.k, p.in_v = a.v, p.out = a.out, p.lse = a.lse;
   p.part_count = rows_of(a);
@@ -209,6 +239,11 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
     p.parts = p.part_o + p.part_count * divide_up(a.keys, a.kv_chunk) * a.e;
   } else {
     p.running = static_cast<float *>(a.workspace);
+    const uint64_t before = cut.wide ? bytes_of_running(a) : 0, bytes = bytes_of_numbers(a, cut);
+    if (bytes && a.workspace_size >= before + bytes) {
+      p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + before);
+      p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
+    }
   }
 
   const int64_t most_jobs =
@@ -218,6 +253,8 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   if (spread) blocks = a.sequences * p.job_heads * divide_up(a.keys, kSpreadKeys);  // clusters
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
+  if (p.taken)
+    if (pydet_status status = attention_clear_sm90(launch, p)) return status;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
     const pydet_status status = spread   ? attention_spread_sm90<kType>(launch, p)

@@ -41,8 +41,12 @@ struct AttentionPlan {
   int pack, job_heads;                 // heads of a job; jobs of a sequence's rows
   int warpgroup_queries, job_queries;  // of a warpgroup's rows, of a tile
   int segment_blocks, segment_keys;
-  bool uniform;  // lengths are the host's
-  int section;   // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
+  bool uniform;         // lengths are the host's
+  int section;          // jobs of a unit that stand together, of `sequences` times `job_heads`, where they are
+  bool in_turn;         // else, and not split: jobs that see about as many keys stand together, of them a sequence's;
+  int most_size;        // 2^most_size keys are as many as any
+  int held, most_held;  // sections of so many keys of all groups, of sequences of up to so many in a group
+  bool halves;          // always: known to ptxas it leaves too few registers for one loop's products
   bool split;
   bool one_segment;  // has all keys of a job
   bool folds_later;  // at d = 256: beside later blocks, and warpgroups take no turns
@@ -56,6 +60,10 @@ struct AttentionPlan {
   float *running;         // of long keys where shared memory has no room: O of each tile in work
   float *part_o, *parts;  // split: e of o, and m and l, of each segment of each row
   int64_t part_count;     // rows: tokens times heads
+
+  int *taken;     // blocks take their jobs from one count: how many are taken beside each block's first; NULL: in turns
+  int *followed;  // by which job's number, in its block, of `numbers` jobs at most
+  int numbers;
 };
 
 template <Type type>
@@ -64,6 +72,7 @@ template <Type type>
 pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan);
 template <Type type>
 pydet_status attention_spread_sm90(const Launch &launch, const AttentionPlan &plan);
+pydet_status attention_clear_sm90(const Launch &launch, const AttentionPlan &plan);  // `taken`
 template <Type type>
 pydet_status attention_combine_sm90(const Launch &launch, const AttentionPlan &plan);
 

@@ -21,6 +21,9 @@ template <Type type_, int d_, int warpgroups_, int stages_, bool one_ = false> s
   static constexpr bool moves_registers = warpgroups > 1;
   // Whether the loop over blocks that all rows see runs through the ends of segments.
   static constexpr bool through = d != 128 && warpgroups > 1 && !one;
+  // Whether a block of which no row sees the upper half of the keys is made of the lower alone; d = 256 and one warpgroup
+  // have too few registers for another way of starting.
+  static constexpr bool halves = d <= 128 && warpgroups > 1;
   static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 32);
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32, consumer_registers = warpgroups == 2 ? 232 : 160;
 
