@@ -225,12 +225,12 @@ void wait_until(const std::function<bool()> &holds) {
   while (!holds()) pause(State::waits);
   block->moved = true;
 }
-void let_others() { pause(State::runs); }
 void meet_some(int id, int count) {
   if (omits(barrier)) return;
   const int64_t all = (block->came[id]++ / count + 1) * count;
   wait_until([id, all] { return block->came[id] >= all; });
 }
+void let_others() { pause(State::runs); }
 int cluster_blocks() { return block->cluster->blocks; }
 void arrive_at_cluster() { ++block->cluster->arrivals, ++block->fiber().arrivals; }
 void meet_cluster() {
