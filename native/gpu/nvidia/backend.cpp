@@ -418,12 +418,12 @@ constexpr Kernel<Fold> kFold[] = {
     Row("cuda_fold_awaited", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
         .takes(fold_awaited_takes)
         .launches(fold_awaited),
-    Row("cuda_fold_stream", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kPeers)
-        .takes(fold_stream_takes)
-        .launches(fold_stream),
     Row("cuda_fold_two_shot", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kAccumulate | kTree | kPeers)
         .takes(fold_two_shot_takes)
         .launches(fold_two_shot),
+    Row("cuda_fold_stream", bit(Type::f32), Arithmetic::ieee, kFromSm80, kBias | kPeers)
+        .takes(fold_stream_takes)
+        .launches(fold_stream),
 };
 
 constexpr uint64_t kGroupsOneChain = kBias | kAccumulate | kAlongM | kAlongN | kOutAlongM | kDepth;

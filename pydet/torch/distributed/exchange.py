@@ -206,8 +206,7 @@ def choose(
         if reached and relays and prefers_relay:
             return "relay"
         if reached:
-            larger = "peer_stream" if order == "ordered" else "peer_two_shot"
-            return "peer_one_shot" if size <= PEER_SMALL_BYTES else larger
+            return "peer_one_shot" if size <= PEER_SMALL_BYTES else "peer_two_shot"
         if size <= SMALL_BYTES:
             return "one_shot"
         return "halving" if "halving" in can else "two_shot"
