@@ -234,8 +234,10 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *
  * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the
  *            last two strides of a, b and out is 1.
- * Hopper     SM90 on a GPU wants k adjacent in a and b, n in out, the data and strides of a and b in multiples of 16
- *            bytes and of k_chunk a multiple of 128, and refuses the rest (PYDET_UNSUPPORTED); IEEE takes all of it.
+ * Hopper     SM90 on a GPU refuses what IEEE takes (PYDET_UNSUPPORTED): data or strides of a and b that are no multiples of
+ *            16 bytes ("the tensor cores do not read a, want its data and strides in multiples of 16 bytes"), "a left
+ *            operand along M" or "a right operand along N" (k is adjacent in both: a's last stride is 1, and b's last but
+ *            one), "an out along M" (out's last stride is 1), "a k_chunk that is no multiple of 128".
  * Scales     fp32 or e8m0fnu, of any strides; NULL for none. Their shapes say what shares one:
  *              a_scale  []: all of a; [..., M, 1]: a row; [..., M, ceil(K/128)]: a row's 128 elements along k
  *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
