@@ -436,14 +436,17 @@ pydet_status with_kernel(const AttentionBackward &p, const AttentionBackwardWay 
 }  // namespace
 
 pydet_status load_queries_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
-  const auto load_one = [&](auto kernel, auto...) { return load(name, kernel); };
-  return with_kernel(p, way, load_one, load_one);
+  return with_kernel(
+      p, way, [&](auto kernel) { return load(name, kernel, shared_bytes(way.width)); },
+      [&](auto kernel, auto shape) { return load(name, kernel, TeamSizes<decltype(shape)>::kBytes); });
 }
 
 pydet_status make_queries_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
   const Attention &f = p.forward;
   const auto shape_of = [&](int64_t blocks, int threads, int bytes) {
-    return Launch{name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
+    Launch one = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
+    one.loaded = true;
+    return one;
   };
   return with_kernel(
       p, way,
