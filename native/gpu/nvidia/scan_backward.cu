@@ -835,16 +835,30 @@ bool tiles_fit(const ScanWorkspace &workspace, int64_t heads, int64_t width, con
          rows_in_pieces(second, workspace.states);
 }
 
+pydet_status check_blocks(const char *name, int64_t blocks) {
+  if (blocks <= INT32_MAX) return PYDET_OK;
+  return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns, want at most 2147483647", name,
+              static_cast<long long>(blocks));
+}
 template <class Tile, class Problem>
-pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t)) {
+pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t),
+                         bool loaded = false) {
   if (blocks == 0) return PYDET_OK;
-  if (blocks > INT32_MAX)
-    return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns, want at most 2147483647", name,
-                static_cast<long long>(blocks));
+  PYDET_TRY(check_blocks(name, blocks));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)),
                   dim3(unsigned(kThreads))};
   where.shared_bytes = sizeof(Tile);
+  where.loaded = loaded;
   return launch(where, kernel, p, blocks);
+}
+// Both walks, then the tiles, which are asked for before the walks begin.
+template <class Tile, class Problem>
+pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
+                          int64_t tiles, void (*tile)(Problem, int64_t)) {
+  PYDET_TRY(check_blocks(name, tiles));
+  PYDET_TRY(load(name, tile, sizeof(Tile)));
+  PYDET_TRY(launch_back<Tile>(name, p, walks, walk));
+  return launch_back<Tile>(name, p, tiles, tile, true);
 }
 
 template <class Problem>
@@ -873,11 +887,10 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
       if (p.each_state)
         return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>);
     if constexpr (tiles_apart(kRounds))
-      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c)) {
-        PYDET_TRY(launch_back<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>));
-        return launch_back<Tile>(name, p, blocks * tiles_of(p.sequences, Tile::kTokens),
-                                 selective_back_kernel<kRounds, false, Part::tiles>);
-      }
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c))
+        return launch_apart<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
+                                  blocks * tiles_of(p.sequences, Tile::kTokens),
+                                  selective_back_kernel<kRounds, false, Part::tiles>);
     return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, false, Part::all>);
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
@@ -895,11 +908,10 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
     if constexpr (tiles_apart(kRounds))
-      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k)) {
-        PYDET_TRY(launch_back<Tile>(name, p, blocks * count * 2, delta_back_kernel<kRounds, Part::walks>));
-        return launch_back<Tile>(name, p, blocks * tiles_of(p.sequences, Tile::kTokens),
-                                 delta_back_kernel<kRounds, Part::tiles>);
-      }
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k))
+        return launch_apart<Tile>(name, p, blocks * count * 2, delta_back_kernel<kRounds, Part::walks>,
+                                  blocks * tiles_of(p.sequences, Tile::kTokens),
+                                  delta_back_kernel<kRounds, Part::tiles>);
     return launch_back<Tile>(name, p, blocks * count, delta_back_kernel<kRounds, Part::all>);
   }));
   PYDET_TRY(add_rows(name, p, p.dq, p.dk));
