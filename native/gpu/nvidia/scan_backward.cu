@@ -209,6 +209,15 @@ __device__ __forceinline__ void walk_gradients(int64_t tokens, const Keep &keep_
   }
 }
 
+// A sequence's tiles, the last one first: `from` is where each begins, when take() has it.
+template <int kTokens, class Take>
+__device__ __forceinline__ void take_tiles(int64_t tokens, int64_t &from, const Take &take) {
+  for (from = (tokens - 1) / kTokens * kTokens; from >= 0 && tokens > 0; from -= kTokens) {
+    take();
+    __syncthreads();
+  }
+}
+
 // Takes the `count` tokens of a tile back, whose operands are in shared memory: back(i, before) a token.
 template <bool vectors, int kRounds, class Step, class Back>
 __device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, const float *kept, int64_t states,
@@ -432,15 +441,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       turn ^= 1;  // the other place was read before this token's barrier
     };
     const auto take_tile = [&] {
+      fetch(from), place();
+      __syncthreads();
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
       take_back<whole>(tile, count, kept(from), states, state, step, back);
       add_heads(from, count);  // behind the last token's barrier
     };
+    const auto walk = [&] {
+      walk_states<whole>(
+          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
+    };
     if constexpr (part_of == Part::walks) {
       if (!backwards) {
-        walk_states<whole>(
-            tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); },
-            step);
+        walk();
       } else {
         walk_gradients<kRounds>(
             tokens,
@@ -459,18 +472,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             });
       }
     } else if constexpr (part_of == Part::tiles) {
-      fetch(from), place();
-      __syncthreads();
       take_tile();
     } else {
-      walk_states<whole>(
-          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
-      for (from = (tokens - 1) / Tile::kTokens * Tile::kTokens; from >= 0 && tokens > 0; from -= Tile::kTokens) {
-        fetch(from), place();
-        __syncthreads();
-        take_tile();
-        __syncthreads();
-      }
+      walk();
+      take_tiles<Tile::kTokens>(tokens, from, take_tile);
     }
     if (p.dinitial.data && mine && (part_of == Part::all || backwards))
       store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[3], left,
@@ -638,6 +643,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       turn ^= 1;
     };
     const auto take_tile = [&] {
+      fetch(from), place();
+      __syncthreads();
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
       take_back<whole>(tile, count, kept(from), states, state, step, back);
       for (int i = int(threadIdx.x); i < 2 * Tile::kTokens; i += kThreads) {  // behind the last token's barrier
@@ -647,11 +654,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
               chain_of(tile.terms[t] + which * kColumns, 0, columns);
       }
     };
+    const auto walk = [&] {
+      walk_states<whole>(
+          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
+    };
     if constexpr (part_of == Part::walks) {
       if (!backwards) {
-        walk_states<whole>(
-            tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); },
-            step);
+        walk();
       } else {
         walk_gradients<kRounds>(
             tokens,
@@ -681,18 +690,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             });
       }
     } else if constexpr (part_of == Part::tiles) {
-      fetch(from), place();
-      __syncthreads();
       take_tile();
     } else {
-      walk_states<whole>(
-          tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
-      for (from = (tokens - 1) / Tile::kTokens * Tile::kTokens; from >= 0 && tokens > 0; from -= Tile::kTokens) {
-        fetch(from), place();
-        __syncthreads();
-        take_tile();
-        __syncthreads();
-      }
+      walk();
+      take_tiles<Tile::kTokens>(tokens, from, take_tile);
     }
     if (p.dinitial.data && mine && (part_of == Part::all || backwards))
       store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[2], left, false, gradient);
