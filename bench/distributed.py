@@ -675,22 +675,11 @@ def head(run):
     index = torch.randint(0, VOCABULARY, (tokens,), generator=torch.Generator(run.device).manual_seed(44))
     first = run.rank * len(w)
 
-    class Sum(torch.autograd.Function):
-        """The gradient of what all ranks have: summed over them."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, dx):
-            dx = dx.contiguous()
-            dist.all_reduce(dx)
-            return dx
+    column = Plain(run).column
 
     def plain(x, w):
         """Vocabulary-parallel cross entropy as frameworks have it: logits in memory, all-reduced maxima and sums."""
-        logits = torch.nn.functional.linear(Sum.apply(x), w).float()
+        logits = column(x, w).float()
         largest = logits.detach().amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         sums = (logits - largest[:, None]).exp().sum(-1)

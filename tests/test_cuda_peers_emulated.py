@@ -114,6 +114,16 @@ def right(ranks, parts, **how):
     assert ranks.kinds() == [0] * ranks.count
 
 
+def right_by_first_sums(ranks, own, n, kernel):
+    """The same of `own` parts a rank, where rank 0 gives the sum of its own."""
+    parts, bias = random((ranks.count * own, n), seed=n), random((n,), seed=1)
+    outs = [np.full(n, 7, np.float16) for _ in range(ranks.count)]
+    mine = lambda r: [pydet.fold(parts[:own])] if r == 0 else list(parts[r * own : (r + 1) * own])
+    ranks.all(lambda r: ranks.fold(r, mine(r), outs[r], 1, kernel=kernel, bias=bias, first_sums=own))
+    want = pydet.fold(parts, bias=bias, out_dtype="float16").tobytes()
+    assert all(out.tobytes() == want for out in outs), f"{own} parts of {n}"
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_fold_to_the_bits_of_one_fold(count, kernel):
@@ -151,12 +161,7 @@ def test_rank_0_may_give_the_sum_of_its_parts(count, kernel):
     """As a product with k_chunk makes it: small shares, none, several rounds, aligned and not."""
     ranks = Ranks(count, 4 * count)
     for own, n in itertools.product((1, 3, 4), (1, 1025, 4096, 400004)):
-        parts, bias = random((count * own, n), seed=n), random((n,), seed=1)
-        outs = [np.full(n, 7, np.float16) for _ in range(count)]
-        mine = lambda r: [pydet.fold(parts[:own])] if r == 0 else list(parts[r * own : (r + 1) * own])  # noqa: B023
-        ranks.all(lambda r: ranks.fold(r, mine(r), outs[r], 1, kernel=kernel, bias=bias, first_sums=own))  # noqa: B023
-        want = pydet.fold(parts, bias=bias, out_dtype="float16").tobytes()
-        assert all(out.tobytes() == want for out in outs), f"{own} parts of {n}"
+        right_by_first_sums(ranks, own, n, kernel)
     scattered, each = [np.zeros((5, 77), np.float32) for _ in range(count)], 5
     parts = random((2 * count, 5 * count, 77))
     mine = lambda r: [pydet.fold(parts[:2])] if r == 0 else list(parts[2 * r : 2 * r + 2])
@@ -175,12 +180,7 @@ def test_a_stream_folds_to_the_bits_of_one_fold(count):
         right(ranks, random((count, 1025), seed=n), kernel=KERNELS[n % 2])
     ranks = Ranks(count, 4 * count)
     for own, n in ((4, 1025), (3, 400004)):
-        parts, bias = random((count * own, n), seed=n), random((n,), seed=1)
-        outs = [np.full(n, 7, np.float16) for _ in range(count)]
-        mine = lambda r: [pydet.fold(parts[:own])] if r == 0 else list(parts[r * own : (r + 1) * own])  # noqa: B023
-        ranks.all(lambda r: ranks.fold(r, mine(r), outs[r], 1, kernel=STREAM, bias=bias, first_sums=own))  # noqa: B023
-        want = pydet.fold(parts, bias=bias, out_dtype="float16").tobytes()
-        assert all(out.tobytes() == want for out in outs), f"{own} parts of {n}"
+        right_by_first_sums(ranks, own, n, STREAM)
     assert ranks.kinds() == [0] * count
 
 

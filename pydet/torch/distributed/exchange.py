@@ -21,8 +21,9 @@ method                 what it does                                             
                        launch that folds and gives the results to all
 ====================== ============================================================= ============ ==================
 
-(n elements; the all-gather of the last step brings n more elements of the result's type.) The last five need memory
-that the ranks reach (:mod:`pydet.torch.distributed.symmetric`: NVIDIA GPUs of one NVLink domain), push the product too.
+(n elements; the all-gather of the last step brings n more elements of the result's type.) Those of peers and push need
+memory that the ranks reach (:mod:`pydet.torch.distributed.symmetric`: NVIDIA GPUs of one NVLink domain), push the
+product too; relay uses it where there is some.
 """
 
 from __future__ import annotations
