@@ -122,6 +122,13 @@ def test_the_header_is_short_and_its_rules_are_on_their_page():
     assert not rules and seen > 90, (list(rules), seen)
 
 
+def test_each_operation_is_among_those_whose_bits_are_said_to_depend_on_something():
+    table = sections((ROOT / "native/NUMERICS.md").read_text(), r"^## (.+)$")["What the bits may depend on"]
+    first = " ".join(re.findall(r"^\| ([^|]*) \|", table, flags=re.M))
+    for name in re.findall(r"^PYDET_API pydet_status pydet_(\w+)\(\s*void \*stream", HEADER.read_text(), flags=re.M):
+        assert re.search(rf"\b{name.removesuffix('_backward')}\b", first), name
+
+
 def test_the_map_of_tests_finds_every_file():
     named = set(re.findall(r"`(test_[\w*]+\.py)`", (ROOT / "tests/README.md").read_text()))
     operations = {path.name for path in (ROOT / "native/ops").iterdir()}
