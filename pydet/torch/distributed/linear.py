@@ -9,6 +9,7 @@ rank's shard is the shorter one (:func:`shard_bounds`). With ``even`` all segmen
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -68,12 +69,13 @@ def _check_shard(op: str, name: str, have: int, extent: int, segments: int, even
 class _Plan(NamedTuple):
     """What the terms of a product come to: calls with peers make it once, when all ranks have agreed on them."""
 
-    method: str
+    method: str  # "alone": of one rank, whose product is the result
     chunk: int
-    count: int  # segments of a rank
-    first_sums: int  # the same, where rank 0 makes the sum of its own in one product; else 0
-    whole: bool  # this rank's result is that sum
-    at_once: bool  # its segments are one batch
+    own: int  # segments of a rank
+    first_sums: int = 0  # the same, where rank 0 makes the sum of its own in one product; else 0
+    whole: bool = False  # this rank's result is that sum
+    at_once: bool = False  # its segments are one batch
+    relays: bool = False  # a graph's calls may be a relay, by peers' memory
 
 
 def _one_batch(x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic) -> bool:
@@ -145,9 +147,16 @@ def _parallel_product(
     out: str,
     method: str,
     arithmetic: Arithmetic,
+    *,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """The ordered sum over all ranks of x ``[M, k]`` times w ``[k, N]``, in x's type; `extent` is k of all ranks."""
-    peers, given, plan, made = peers_of(group, x.device), None, None, None
+    """The ordered sum over all ranks of x ``[M, k]`` times w ``[k, N]``, in x's type; `extent` is k of all ranks.
+
+    meanwhile: launches what does not need it. A method that waits for the other ranks calls this before.
+    """
+    peers, plan = peers_of(group, x.device), None
+    given: tuple[Any, ...] = ()
+    made: Tensor | None = None
     if peers is not None:
         added = None if bias is None else (bias.shape, bias.dtype, bias.device)
         tensors = x.shape, x.dtype, x.stride(), w.shape, w.dtype, w.stride(), w.device, added
@@ -159,21 +168,25 @@ def _parallel_product(
         except (Error, ValueError, TypeError, RuntimeError):
             plan = None  # the others are told below
     if plan is None:
-        plan, made = _agree(op, x, w, bias, extent, segments, even, group, out, method, arithmetic)
-        if plan is None:
-            return made
+        agree = lambda: _agree(op, x, w, bias, extent, segments, even, group, out, method, arithmetic)  # noqa: E731
+        plan, made = agree()
         if peers is not None:
+            if plan.relays and not relay.reserve(peers, x.shape[0], w.shape[1], x.dtype, plan.own):
+                plan, made = agree()
             peers.plan(given, plan)
     rows = out == "shard_rows"
     if plan.method == "push" and peers is not None:
-        return _push(x, w, plan.chunk, plan.count, arithmetic, bias, peers, rows)
+        return _push(x, w, plan.chunk, plan.own, arithmetic, bias, peers, rows)
     if plan.method == "relay":
         if x.shape[0] * w.shape[1] == 0:
             return x.new_empty(x.shape[0], w.shape[1])
         if peers is None:
             return relay.relay_by_collectives(x, w, plan.chunk, arithmetic, bias, group)
-        sums = lambda rows: _segment_sums(rows, w, plan.chunk, plan.count, arithmetic)  # noqa: E731
-        return relay.relay_by_peers(x, w, plan.chunk, plan.count, sums, arithmetic, bias, peers)
+        sums = lambda rows: _segment_sums(rows, w, plan.chunk, plan.own, arithmetic)  # noqa: E731
+        return relay.relay_by_peers(x, w, plan.chunk, plan.own, sums, arithmetic, bias, peers, meanwhile)
+    assert made is not None
+    if plan.method == "alone":
+        return made
     first = plan.first_sums if peers is not None else 0
     return reduce_sums(op, made, group, bias, x.dtype, "ordered", method, rows, first, plan.method)
 
@@ -184,7 +197,7 @@ def _own_sums(x: Tensor, w: Tensor, plan: _Plan, arithmetic: Arithmetic) -> Tens
         return None
     if plan.whole:
         return gemm(x, w, k_chunk=plan.chunk, arithmetic=arithmetic, out_dtype=torch.float32).unsqueeze(0)
-    return _segment_sums(x, w, plan.chunk, plan.count, arithmetic, at_once=plan.at_once)
+    return _segment_sums(x, w, plan.chunk, plan.own, arithmetic, at_once=plan.at_once)
 
 
 def _agree(
@@ -199,21 +212,22 @@ def _agree(
     out: str,
     method: str,
     arithmetic: Arithmetic,
-) -> tuple[_Plan | None, Tensor | None]:
-    """The plan and what this rank gives, when all ranks have come with the same terms. Of one rank the result alone."""
+) -> tuple[_Plan, Tensor | None]:
+    """The plan and what this rank gives, when all ranks have come with the same terms."""
     world, peers = dist.get_world_size(group), peers_of(group, x.device)
 
     def planned(chunk: int) -> _Plan:
         product = method == "push" or x.shape[0] % world == 0
         relays = chunk % STEP == 0 and out == "replicate"
-        relays = relays and (peers is None or (world == relay.RANKS and peers.pushes))
-        # An eager relay's launches take the host longer than the device.
-        prefers = x.shape[0] >= relay.LEAST_ROWS and segments > world and (peers is None or capturing())
-        name = choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product, relays, prefers)
-        count = segments // world
-        first = count if count > 1 and chunk % STEP == 0 and name in PEER_METHODS else 0
+        relays = relays and (peers is None or peers.relaying)
+        m, several, own = x.shape[0], segments > world, segments // world
+        prefers = several and m >= relay.least_rows(peers is None or capturing())
+        name = choose(op, method, "ordered", segments, m * w.shape[1], world, peers, product, relays, prefers)
+        first = own if several and chunk % STEP == 0 and name in PEER_METHODS else 0
         whole = first > 0 and dist.get_rank(group) == 0
-        return _Plan(name, chunk, count, first, whole, _one_batch(x, w, chunk, count, arithmetic))
+        may_relay = method == "relay" or (method == "auto" and several and m >= relay.least_rows(True))
+        may_relay = may_relay and relays and peers is not None and m * w.shape[1] > 0 and not capturing()
+        return _Plan(name, chunk, own, first, whole, _one_batch(x, w, chunk, own, arithmetic), may_relay)
 
     def terms() -> tuple[Any, ...]:
         if w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -224,8 +238,7 @@ def _agree(
             fail(INVALID_VALUE, f"{op}: out is {out!r}, want 'replicate' or 'shard_rows'")
         if out == "shard_rows":
             shared(x.shape[0], world, op, "the number of rows")
-        plan: _Plan | None = None
-        made: Tensor | None = None
+        plan, made = _Plan("alone", chunk, segments), None
         if world == 1 and chunk % STEP == 0:
             made = gemm(x, w, bias=bias, k_chunk=chunk, arithmetic=arithmetic)
         elif world == 1:
@@ -245,7 +258,7 @@ def _agree(
         shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments of {chunk}"
         return (plan, made), shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", out, method
 
-    found: tuple[_Plan | None, Tensor | None] = together(op, group, x.device, terms)[0]
+    found: tuple[_Plan, Tensor | None] = together(op, group, x.device, terms)[0]
     return found
 
 
@@ -309,10 +322,16 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x, w), arithmetic = ctx.saved_tensors, ctx.options[-1]
-        dy, dx = gradients[0].contiguous(), None
+        dy, dx, dw = gradients[0].contiguous(), None, None
+
+        def of_weight() -> None:
+            nonlocal dw
+            if ctx.needs_input_grad[1] and dw is None:
+                dw = gemm_db(dy, x, arithmetic=arithmetic)
+
         if ctx.needs_input_grad[0]:
-            dx = _parallel_product("column_parallel_linear", dy, w, None, *ctx.options)
-        dw = gemm_db(dy, x, arithmetic=arithmetic) if ctx.needs_input_grad[1] else None
+            dx = _parallel_product("column_parallel_linear", dy, w, None, *ctx.options, meanwhile=of_weight)
+        of_weight()
         return dx, dw, _sum_rows(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
 
 

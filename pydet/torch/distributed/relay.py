@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pydet._native import Error
 from pydet.ops import Arithmetic, fold, gemm
 from pydet.torch.distributed.exchange import Group, Tensor, peer
 from pydet.torch.distributed.symmetric import Peers, capturing
@@ -31,11 +32,15 @@ from pydet.torch.distributed.symmetric import Peers, capturing
 RANKS = 2  # over peers' memory
 MOST_BYTES = 256 << 20  # of the sums in peers' memory; more are several relays
 MOST_ROWS = 16384  # likewise: 32 slabs
-LEAST_ROWS = 1024  # of a product whose slabs are worth their launches
+LEAST_ROWS, LEAST_EAGER = 1024, 2048  # of a product whose slabs are worth their launches: of a graph, by the host
 SLABS = ((2048, 512), (0, 256))  # from so many rows on, of each slab; an H100's fastest of 256 to 1024
 EAGER = 2  # times as many rows a slab where the host launches them one by one
 APART = 1  # of the slabs: what rank 0 ends
 _MOST_COURSES = 64
+
+
+def least_rows(captured: bool) -> int:
+    return LEAST_ROWS if captured else LEAST_EAGER
 
 
 def slab_rows(rows: int) -> int:
@@ -131,6 +136,23 @@ def _course(peers: Peers, rows: int, columns: int, dtype: torch.dtype, segments:
     return course
 
 
+def _most_rows(columns: int) -> int:
+    """Of one relay: a larger product is several."""
+    return max(EAGER * SLABS[0][1], min(MOST_ROWS, MOST_BYTES // (4 * columns)))
+
+
+def reserve(peers: Peers, rows: int, columns: int, dtype: torch.dtype, segments: int) -> bool:
+    """Memory for relays of such a product, under capture too, where none can be made. Every rank asks for the same;
+    False where there is none."""
+    try:
+        with torch.cuda.device(peers.device), peers.turn(1):
+            for captured in (False, True):
+                _course(peers, min(rows, _most_rows(columns)), columns, dtype, segments, captured)
+    except Error:
+        peers.relaying = False
+    return peers.relaying
+
+
 def relay_by_peers(
     x: Tensor,
     w: Tensor,
@@ -140,11 +162,15 @@ def relay_by_peers(
     arithmetic: Arithmetic,
     bias: Tensor | None,
     peers: Peers,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """x ``[M, k]`` times w ``[k, N]`` of two ranks; segments_of(x) are the sums of this rank's segments, apart."""
+    """x ``[M, k]`` times w ``[k, N]`` of two ranks; segments_of(x) are the sums of this rank's segments, apart.
+
+    meanwhile: launches what needs no result of this; it runs before the wait for the other rank's last ones.
+    """
     rows, columns = x.shape[0], w.shape[1]
     out = x.new_empty(rows, columns)
-    most, captured = max(EAGER * SLABS[0][1], min(MOST_ROWS, MOST_BYTES // (4 * columns))), capturing()
+    most, captured = _most_rows(columns), capturing()
     for begin in range(0, rows, most):
         here = slice(begin, min(rows, begin + most))
         xs, outs = (x, out) if rows <= most else (x[here], out[here])
@@ -156,6 +182,11 @@ def relay_by_peers(
                 _first(relay, xs, w, outs, bias, how)
             else:
                 _second(relay, xs, w, outs, bias, how, segments_of)
+            try:
+                if meanwhile is not None and here.stop == rows:
+                    meanwhile()
+            finally:
+                relay.end(outs)
     return out
 
 
@@ -170,7 +201,6 @@ def _first(relay: _Relay, x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None
     for i in range(course.ends, course.count):
         relay.take(i, [sums[i], *course.segments[i]], outs[i], bias)
         relay.bring(i, outs[i], course.results_there[i])
-    relay.end(out)
 
 
 def _second(
@@ -193,7 +223,6 @@ def _second(
     if course.ends:
         done = out[: course.last]
         relay.take(course.ends - 1, [done], done)  # NaN, if a word did not come
-    relay.end(out)
 
 
 def relay_by_collectives(

@@ -115,6 +115,7 @@ class Peers:
         self.plans: dict[Any, Any] = {}  # of calls whose terms all ranks have agreed on: see :meth:`plan`
         self.courses: dict[Any, Any] = {}  # of relays
         self.relays = False  # whether there was one, or a graph may have some
+        self.relaying = self.pushes and self.world == 2  # whether there may be one
         self.failed = False
         self.last_word = 0
         self._flags: tuple[Tensor, Tensor] | None = None
@@ -393,7 +394,7 @@ class _Call:
 
     def __init__(
         self,
-        parts: Sequence[Tensor],
+        parts: Sequence[Tensor] | Tensor,
         out: Tensor,
         bias: Tensor | None,
         order: Order,
@@ -410,7 +411,7 @@ class _Call:
         self.options.order = constants.PYDET_TREE if order == "tree" else constants.PYDET_ORDERED
         self.options.accumulate, self.options.kernel = accumulate, self.name
 
-    def run(self, stream: Any, peers: Any, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None) -> None:
+    def run(self, stream: Any, peers: Any, parts: Sequence[Tensor] | Tensor, out: Tensor, bias: Tensor | None) -> None:
         if isinstance(parts, Tensor):
             first, step = parts.data_ptr(), parts.stride(0) * parts.element_size()
             addresses: Iterable[int] = range(first, first + step * len(self.parts), step) if step else [first]
@@ -433,7 +434,7 @@ _MOST_CALLS, _MOST_PLANS = 256, 1024
 def fold_with_peers(
     stream: Any,
     peers: Any,
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor] | Tensor,
     out: Tensor,
     bias: Tensor | None = None,
     order: Order = "ordered",
@@ -460,7 +461,10 @@ def peers_of(group: Group, device: torch.device) -> Peers | None:
         _peers[key] = _find(group, device)
     peers = _peers[key]
     if peers is not None and peers.device != device:
-        fail(constants.PYDET_INVALID_DEVICE, f"a tensor is on {device}, want {peers.device}, as in the group's first call")
+        fail(
+            constants.PYDET_INVALID_DEVICE,
+            f"a tensor is on {device}, want {peers.device}, as in the group's first call",
+        )
     return peers
 
 
