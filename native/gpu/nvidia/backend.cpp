@@ -136,7 +136,9 @@ constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scale
       scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
       scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
       scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
+      scaled_skinny_row<80>("cuda_scaled_gemm_sm90_skinny_80"),
       scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
+      scaled_skinny_row<112>("cuda_scaled_gemm_sm90_skinny_112"),
       scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
       scaled_tile_row<tiles>()...,
       Row(kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)

@@ -6,8 +6,10 @@
 //
 // skinny.h brings the operands, a as its x and b^T as its w; to it two fp8 numbers are one of 16 bits. Chunks do not
 // depend on each other, so those of a stage are on the tensor cores at once, each with its own accumulators, and are
-// added in their order. All scales of a tile are brought to shared memory before its first stage has come.
+// added in their order. Two warpgroups share a tile's columns, or its rows, so that the tensor cores work for one while
+// the other adds. All scales of a tile are brought to shared memory before its first stage has come.
 
+#include <cstdlib>
 #include <utility>
 
 #include "gpu/nvidia/sm90/choose.h"
@@ -38,22 +40,25 @@ struct SkinnyProblem {
   bool along_k;
 };
 
-// `half`: of the registers and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's.
-template <int tile_rows, int warpgroups, Type a, Type b, bool half = false> struct Shape {
+// `down` warpgroups have 64 rows of a each, `abreast` of them the columns of a tile between them. `half`: of the registers
+// and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's.
+template <int tile_rows, int down, int abreast, Type a, Type b, bool half = false> struct Shape {
   static constexpr Type a_type = a, b_type = b;
   static constexpr int blocks_an_sm = half ? 2 : 1;
   static constexpr bool turned = false;  // both operands have k adjacent
   static constexpr bool prefetches = true;
   static constexpr int rows = tile_rows, box_columns = rows;
   static constexpr bool chunked = false, split = false;  // stages go on through chunks
-  static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
-  static constexpr int registers = rows / 2;                                                // of a chunk's sum a thread
-  static constexpr int stage_blocks = rows > 64 ? 1 : rows > 32 || warpgroups > 1 ? 2 : 4;  // boxes, and so chunks
+  static constexpr int warpgroups_down = down, columns = rows / abreast;  // of one of them
+  static constexpr int consumer_warps = down * abreast * 4, arrivals = down * abreast;
+  static constexpr int registers = columns / 2;                                       // of a chunk's sum a thread
+  static constexpr int stage_blocks = rows > 64 ? 1 : rows > 32 || down > 1 ? 2 : 4;  // boxes, and so chunks
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   // Stages whose chunks are on the tensor cores at once: what registers for their sums allow.
-  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (half ? 64 : warpgroups > 1 ? 96 : 128) ? 2 : 1;
+  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (half || arrivals > 2 ? 48 + 16 * half : arrivals > 1 ? 96 : 128) ? 2 : 1;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64, consumers = consumer_warps * 32;
+  static_assert(columns % kAtomRows == 0, "whole swizzle atoms");
 };
 
 // Where scales lie in shared memory: of each row of a those along k, one more apart than there are, and then of each
@@ -148,19 +153,21 @@ template <int count, class F> __device__ __forceinline__ void each_of(F f) {
 template <class S>
 __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Layout<S> &at, int warpgroup) {
   const Problem &p = problem.p;
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int thread = int(threadIdx.x), lane = thread % 32;
+  const int down = warpgroup % S::warpgroups_down, beside = warpgroup / S::warpgroups_down * S::columns;
   const Scales<S> scales(problem, at.sums);
   const bool two_blocks = problem.b_scales == 2, by_column = problem.along_k && !two_blocks;
-  const uint32_t of_columns = scales.b + lane % 4 * 8;
+  const uint32_t of_columns = scales.b + beside * 4 + lane % 4 * 8;
   Cursor<kAnyCount> x(p.x_stages), w(p.w_stages);
   scales.load_rows(thread);
   for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
-    const int first_row = first_of_x(p, tile) + warp * kWarpRows + lane / 4;
-    const int start_column = first_of_w<S>(p, tile), column_0 = start_column + lane % 4 * 2;
+    const int first_row =
+        first_of_x(p, tile) + down * kWarpgroupRows + thread % kWarpgroup / 32 * kWarpRows + lane / 4;
+    const int start_column = first_of_w<S>(p, tile), column_0 = start_column + beside + lane % 4 * 2;
     const int least_row = (tile & p.x_split) * kWarpgroupRows, least_column = (tile >> p.x_split) * S::rows;
     // Rows that a does not have take the scales of its last.
     const uint32_t of_rows[2] = {scales.of_row(min(first_row, p.m - 1)), scales.of_row(min(first_row + 8, p.m - 1))};
-    const int split = kScaleGroup - start_column % kScaleGroup;  // where the second block of columns begins
+    const int split = kScaleGroup - start_column % kScaleGroup - beside;  // where the second block of columns begins
     auto is_ours = [&](int row, int column) {
       return row >= least_row && row < p.m && column >= least_column && column < p.n;
     };
@@ -190,9 +197,10 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
     }
 
     auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int block) {
-      const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + warpgroup * kWarpgroupRows * kRowBytes) +
+      const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + down * kWarpgroupRows * kRowBytes) +
                               block * (at.x_block_bytes >> 4);
-      const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w_stage)) + (block * S::w_block_bytes >> 4);
+      const uint64_t w_tile =
+          wgmma_descriptor<true>(at.w_stage(w_stage) + beside * kRowBytes) + (block * S::w_block_bytes >> 4);
 #pragma unroll
       for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<S::a_type, S::b_type>(sum, x_tile + i * 2, w_tile + i * 2, i);
       wgmma_commit();
@@ -401,9 +409,19 @@ bool fits_half(const ScaledGemm &g, int columns) {
          bytes >= kFewestBytes && (2 * g.m <= kWarpgroupRows || bytes <= kMostBytes);
 }
 
+int x_knob(const char *name, int otherwise) {
+  const char *given = getenv(name);
+  return given ? atoi(given) : otherwise;
+}
 template <int columns, Type a, Type b> pydet_status launch_types(const ScaledGemm &g, bool split) {
-  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
-                                        : launch_shape<Shape<columns, 2, a, b>>(g, false);
+  if constexpr (columns % 16 == 0 && columns > 32 && a == Type::e4m3 && b == Type::e4m3) {
+    if (x_knob("PYDET_X_ABREAST", 1) == 2) {
+      if (g.m <= kWarpgroupRows || split) return launch_shape<Shape<columns, 1, 2, a, b>>(g, split);
+      return launch_shape<Shape<columns, 2, 2, a, b>>(g, false);
+    }
+  }
+  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, 1, a, b>>(g, split)
+                                        : launch_shape<Shape<columns, 2, 1, a, b>>(g, false);
 }
 
 }  // namespace
@@ -420,7 +438,7 @@ Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, const Choice &choice) {
   const Cut cut = choice.cut<Cut>();
   if constexpr (columns == 32 || columns == 64)
-    if (cut.half) return launch_shape<Shape<columns, 1, Type::e4m3, Type::e4m3, true>>(g, false);
+    if (cut.half && x_knob("PYDET_X_HALF", 1)) return launch_shape<Shape<columns, 1, 1, Type::e4m3, Type::e4m3, true>>(g, false);
   return with_type<scaled_skinny_types(columns)>(g.a.type, [&](auto a) {
     return with_type<scaled_skinny_types(columns)>(
         g.b.type, [&](auto b) { return launch_types<columns, decltype(a)::value, decltype(b)::value>(g, cut.split); });
@@ -431,7 +449,9 @@ template pydet_status scaled_skinny_sm90<16>(const ScaledGemm &, const Choice &)
 template pydet_status scaled_skinny_sm90<32>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<48>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<64>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<80>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<96>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<112>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<128>(const ScaledGemm &, const Choice &);
 
 }  // namespace pydet
