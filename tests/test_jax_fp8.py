@@ -149,5 +149,5 @@ def test_refusals_are_the_librarys():
     ):  # fmt: skip
         with pytest.raises((pydet.Error, TypeError), match=words):
             call()
-    with pytest.raises(Exception, match="k_chunk is 256, want 128 with scales along k"):
+    with pytest.raises(Exception, match="k_chunk is 256, want 128 or 32 with scales along k"):
         jax.block_until_ready(pj.scaled_gemm(a, b, k_chunk=256, **given))

@@ -229,7 +229,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *
  * Chains of the arithmetic over chunks of k, each from +0, are combined in ascending order (NUMERICS.md, "Scaled
  * GEMM"):
- *   scales along k   D = fmaf(fl(sa sb), s_c, D), chunks of 128;   out = round(D + bias)
+ *   scales along k   D = fmaf(fl(sa sb), s_c, D), chunks of 128 or 32;   out = round(D + bias)
  *   otherwise        D = fl(D + s_c), chunks of k_chunk;           out = round(fl(fl(D sb) sa) + bias)
  *
  * Operands   a [..., M, K] and b [..., K, N], e4m3fn or e5m2, each its own. out and bias as in pydet_gemm. One of the
@@ -243,7 +243,8 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *              b_scale  []: all of b; [..., 1, N]: a column; [..., ceil(K/128), N]: a column's 128 along k;
  *                       [..., ceil(K/128), ceil(N/128)]: a block of 128 x 128
  *            A scale is along k if its second extent (b: first) is ceil(K/128): for K <= 128 every one but [], for K = 0
- *            only one with an extent of 0. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks.
+ *            only one with an extent of 0. With N <= 128 a b_scale of [ceil(K/128), 1] is by blocks. Where k_chunk is 32, all
+ *            of this holds with 32 in place of 128 along k: MXFP8's scales, e8m0fnu for 32 elements each.
  * Batch      Leading dimensions as in pydet_gemm; those of scales broadcast likewise.
  * Initial    As in pydet_gemm, with scales as accumulate has them; the bytes are pydet_scaled_gemm_workspace's.
  * Empty, NaN, Stream   As in pydet_gemm.
@@ -252,7 +253,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
 typedef struct pydet_scaled_gemm_options {
   uint32_t struct_size;
   int32_t arithmetic;
-  int64_t k_chunk; /* 0: one chain. c, a multiple of 32: chains of c. 128 with scales along k, and if options is NULL */
+  int64_t k_chunk;    /* 0: one chain. c, a multiple of 32: chains of c. 128 or 32 with scales along k; options NULL: 128 */
   int32_t accumulate; /* 1: D starts from out, which is fp32, instead of +0; the scales are along k, or absent */
   int32_t reserved;   /* 0 */
   const char *kernel;

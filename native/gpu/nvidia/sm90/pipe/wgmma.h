@@ -52,9 +52,6 @@ __device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) ->
 #define D12 D11 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define D13 D12 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define D14 D13 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define D0_4 D0 ", %8, %9, %10, %11"
-#define D1_4 D1 ", %16, %17, %18, %19"
-#define D2_4 D2 ", %24, %25, %26, %27"
 #define D15 D14 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define R_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R0 R_4(0), R_4(4)
@@ -73,18 +70,12 @@ __device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) ->
 #define R13 R12, R_4(104), R_4(108)
 #define R14 R13, R_4(112), R_4(116)
 #define R15 R14, R_4(120), R_4(124)
-#define R0_4 R0, R_4(8)
-#define R1_4 R1, R_4(16)
-#define R2_4 R2, R_4(24)
 #define WGMMA(X, type)                                                                                        \
   do {                                                                                                        \
     if constexpr (n == 8) X("8", type, D_4, "%4", "%5", "%6", "%7", "%8", "%9", "%10", R_4(0));               \
     if constexpr (n == 16) X("16", type, D0, "%8", "%9", "%10", "%11", "%12", "%13", "%14", R0);              \
-    if constexpr (n == 24) X("24", type, D0_4, "%12", "%13", "%14", "%15", "%16", "%17", "%18", R0_4);        \
     if constexpr (n == 32) X("32", type, D1, "%16", "%17", "%18", "%19", "%20", "%21", "%22", R1);            \
-    if constexpr (n == 40) X("40", type, D1_4, "%20", "%21", "%22", "%23", "%24", "%25", "%26", R1_4);        \
     if constexpr (n == 48) X("48", type, D2, "%24", "%25", "%26", "%27", "%28", "%29", "%30", R2);            \
-    if constexpr (n == 56) X("56", type, D2_4, "%28", "%29", "%30", "%31", "%32", "%33", "%34", R2_4);        \
     if constexpr (n == 64) X("64", type, D3, "%32", "%33", "%34", "%35", "%36", "%37", "%38", R3);            \
     if constexpr (n == 80) X("80", type, D4, "%40", "%41", "%42", "%43", "%44", "%45", "%46", R4);            \
     if constexpr (n == 96) X("96", type, D5, "%48", "%49", "%50", "%51", "%52", "%53", "%54", R5);            \
@@ -116,7 +107,7 @@ __device__ __forceinline__ auto block_of(float (&d)[S::registers], int block) ->
                : __VA_ARGS__                                                                                        \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to_d))
 
-template <int n> constexpr bool kHasWgmma = n % 16 == 0 ? n <= 256 && n != 240 : n % 8 == 0 && n <= 56;
+template <int n> constexpr bool kHasWgmma = n == 8 || (n % 16 == 0 && n <= 256 && n != 240);
 
 // d = a b, or d + a b, for a warpgroup: 64 rows, n columns, 16 k. Thread t of the warpgroup holds in d[4 i + 2 h + e]
 // row 16 (t / 32) + t % 32 / 4 + 8 h, column 8 i + 2 (t % 4) + e.
@@ -157,12 +148,6 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[registers], uint64_t a_desc
 #undef REGISTERS_16
 #undef SHARED_16
 #undef WGMMA
-#undef R2_4
-#undef D2_4
-#undef R1_4
-#undef D1_4
-#undef R0_4
-#undef D0_4
 #undef R15
 #undef D15
 #undef R14
