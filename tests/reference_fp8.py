@@ -132,7 +132,7 @@ def of_group(x, g):
 
 def scaled_grouped_gemm(
     a, b, end, start=None, *, a_scale, b_scale, bias=None, out=None, out_dtype=None, accumulate=False,
-    gemm=scaled_gemm, **options,
+    initial=None, gemm=scaled_gemm, **options,
 ):  # fmt: skip
     """scaled_gemm of each group. Rows of no group keep what out held; without out they are NaN."""
     shape = (len(a), b.shape[-1])
@@ -142,6 +142,7 @@ def scaled_grouped_gemm(
         given = {"out": result[part].copy(), "accumulate": True} if accumulate else {"out_dtype": result.dtype}
         given |= {"a_scale": a_scale if a_scale is None or a_scale.ndim == 0 else a_scale[part]}
         given |= {"b_scale": of_group(b_scale, g), "bias": None if bias is None else bias[g]}
+        given |= {} if initial is None else {"initial": initial[part]}
         result[part] = gemm(a[part], b[g], **given, **options)
     return result
 

@@ -888,6 +888,9 @@ typedef struct pydet_grouped_gemm_options {
   int32_t accumulate;
   int32_t reserved; /* 0 */
   const char *kernel;
+  void *workspace;             /* of an initial and an out that is not fp32: 4 bytes for each element of out, rounded up to a */
+  uint64_t workspace_size;     /* multiple of 16, aligned as in pydet_gemm_options; else nothing of it is used */
+  const pydet_tensor *initial; /* as in pydet_gemm_options; not with rows of no group, which are not touched */
 } pydet_grouped_gemm_options;
 
 PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b,
@@ -916,6 +919,9 @@ typedef struct pydet_scaled_grouped_gemm_options {
   int32_t accumulate;
   int32_t reserved; /* 0 */
   const char *kernel;
+  void *workspace; /* as in pydet_grouped_gemm_options */
+  uint64_t workspace_size;
+  const pydet_tensor *initial; /* likewise, with scales as accumulate has them */
 } pydet_scaled_grouped_gemm_options;
 
 PYDET_API pydet_status pydet_scaled_grouped_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,
