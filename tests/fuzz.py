@@ -985,10 +985,18 @@ def boundary(rng, region, groups, tokens):
     return tensor
 
 
+def begins_elsewhere(rng, region, inputs, shape, given):
+    """A product whose sums begin at a tensor of their own, and the room that they may need."""
+    inputs["initial"] = packed(rng, region, shape, np.dtype(np.float32))
+    workspace = Workspace((4 * int(np.prod(shape, dtype=np.int64)) + 15) // 16 * 16)
+    given.workspace, given.workspace_size = workspace.pointer, workspace.size
+    WORKSPACES[id(given)] = workspace
+
+
 def make_grouped(rng):
     depth, groups, tokens = rng.random() < 0.4, rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17, 33, 40])
     rows, n = rng.choice([0, 1, 2, 7, 16, 17, 33]), rng.choice([0, 1, 2, 5, 17])
-    regions, kinds, fp32 = iter(rng.sample(REGIONS, 6)), list(DTYPES.values()), np.dtype(np.float32)
+    regions, kinds, fp32 = iter(rng.sample(REGIONS, 7)), list(DTYPES.values()), np.dtype(np.float32)
     kind, accumulate = rng.choice(kinds), rng.random() < 0.3
     arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
 
@@ -1010,12 +1018,14 @@ def make_grouped(rng):
         accumulate=int(accumulate),
         k_chunk=rng.choice([0, 0, 16, 32]),
     )
+    if not accumulate and rng.random() < 0.3:
+        begins_elsewhere(rng, next(regions), inputs, shape, given)
     return Call("grouped_gemm", inputs, outputs, given)
 
 
 def make_scaled_grouped(rng):
     groups, tokens, n = rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17]), rng.choice([0, 1, 2, 5, 33, 129])
-    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 8))
+    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 9))
     n, blocks = min(n, 33) if groups > 3 else n, reference_fp8.groups
     along = rng.choice([128, 128, 32])  # scales' elements along k
     chunks = blocks(k, along)
@@ -1044,7 +1054,10 @@ def make_scaled_grouped(rng):
     given = options("pydet_scaled_grouped_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
     given.k_chunk = along if varies or along == 32 else rng.choice([0, 64, 128, 160])
     outputs = {"out": matrix([tokens, n], out_kind)}
-    if given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
+    of_chunks = varies or (inputs["a_scale"] is None and inputs["b_scale"] is None)
+    if of_chunks and not accumulate and rng.random() < 0.4:
+        begins_elsewhere(rng, next(regions), inputs, [tokens, n], given)
+    elif given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
         given = None
     return Call("scaled_grouped_gemm", inputs, outputs, given)
 
@@ -1827,10 +1840,14 @@ def expected_grouped_gemm(call, before):
     for boundary in (end, start):
         fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
         expect(fits, "accepted boundaries that do not fit")
-    k_chunk = chosen(call, "k_chunk") or None
+    k_chunk, initial = chosen(call, "k_chunk") or None, before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
     result = reference.grouped_gemm(
-        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk
-    )
+        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk,
+        initial=initial,
+    )  # fmt: skip
     return {"out": result}
 
 
@@ -1863,11 +1880,16 @@ def expected_scaled_grouped_gemm(call, before):
     one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
     expect(not varies or k_chunk == along or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
     expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
+    initial = before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
+        expect(varies or (a_scale is None and b_scale is None), "began elsewhere under a scale of all of k")
     if 0 in old.shape:
         return {"out": old}
     result = reference_fp8.scaled_grouped_gemm(
         a, b, end, start, a_scale=a_scale, b_scale=b_scale, bias=bias, out=old.copy(), accumulate=accumulate,
-        arithmetic=arithmetic, k_chunk=k_chunk,
+        arithmetic=arithmetic, k_chunk=k_chunk, initial=initial,
     )  # fmt: skip
     return {"out": result}
 
