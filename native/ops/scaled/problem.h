@@ -54,10 +54,14 @@ struct ScaledGemm {
   bool along_k;
   bool accumulate;
 
+  // Whether scales are of 32 elements along k.
+  bool fine() const { return along_k && k_chunk == kFineGroup; }
+
   uint64_t needs() const {
     const bool by_column = b_scale.data && !b_scale.blocks && b_scale.stride != 0;
     return when(batch.dims > 0, kBatch) | when(bias.data, pydet::kBias) | when(accumulate, kAccumulate) |
-           when(k_chunk != kScaleGroup, kChunks) | when(k_chunk % kScaleGroup != 0, kBrokenChunks) |
+           when(fine(), kGroupScales) | when(k_chunk != kScaleGroup && !fine(), kChunks) |
+           when(k_chunk % kScaleGroup != 0 && !fine(), kBrokenChunks) |
            when(a.col_stride != 1 && k > 1, kAlongM) | when(b.row_stride != 1 && k > 1, kAlongN) |
            when(out.col_stride != 1 && n > 1, kOutAlongM) | when(along_k && by_column, kColumnScales);
   }
@@ -75,7 +79,8 @@ template <> struct Operation<ScaledGemm> : AsAsked {
 };
 
 constexpr uint64_t kScaledGemmFeatures =
-    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
+    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales |
+    kGroupScales;  // all
 
 // What has one scale.
 enum class Granularity : int32_t {

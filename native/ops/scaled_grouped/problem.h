@@ -33,6 +33,6 @@ PYDET_HD void group_offsets(const ScaledGroupedGemm &g, const GroupWalk &group, 
 }
 
 constexpr uint64_t kScaledGroupedGemmFeatures =
-    kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
+    kScaledGemmFeatures & ~uint64_t(kBatch);  // all
 
 }  // namespace pydet

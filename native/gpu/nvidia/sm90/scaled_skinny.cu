@@ -4,18 +4,19 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
+// Chunks are of 128, or, where scales are for 32 elements each, of one step, for any number of rows, 64 or fewer a launch.
+//
 // skinny.h brings the operands, a as its x and b^T as its w; to it two fp8 numbers are one of 16 bits. Chunks do not
 // depend on each other, so those of a stage are on the tensor cores at once, each with its own accumulators, and are
 // added in their order. Two warpgroups share a tile's columns, or its rows, so that the tensor cores work for one while
 // the other adds. All scales of a tile are brought to shared memory before its first stage has come.
 
-#include <cstdlib>
 #include <utility>
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scales.h"
 #include "gpu/nvidia/sm90/skinny.h"
-#include "gpu/nvidia/sm90/pipe/wgmma.h"
+#include "gpu/nvidia/sm90/pipe/wgmma_narrow.h"
 
 namespace pydet {
 namespace {
@@ -23,6 +24,7 @@ namespace {
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
+constexpr int kMostFineBytes = 96 << 10;   // and of those of 32 elements each
 constexpr int kMostTileK = 4096;           // up to which 128x64 of scaled_tiles.cu is faster for more than 64 rows,
 constexpr int kMostShortK = 2048;          // or, of few columns, up to this one
 constexpr int kMostUnalignedK = 1536;      // and up to this one where rows do not begin lines, for more than 16
@@ -41,8 +43,8 @@ struct SkinnyProblem {
 };
 
 // `down` warpgroups have 64 rows of a each, `abreast` of them the columns of a tile between them. `half`: of the registers
-// and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's.
-template <int tile_rows, int down, int abreast, Type a, Type b, bool half = false> struct Shape {
+// and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's. `fine`: chunks of a step.
+template <int tile_rows, int down, int abreast, Type a, Type b, bool half = false, bool fine = false> struct Shape {
   static constexpr Type a_type = a, b_type = b;
   static constexpr int blocks_an_sm = half ? 2 : 1;
   static constexpr bool turned = false;  // both operands have k adjacent
@@ -52,10 +54,12 @@ template <int tile_rows, int down, int abreast, Type a, Type b, bool half = fals
   static constexpr int warpgroups_down = down, columns = rows / abreast;  // of one of them
   static constexpr int consumer_warps = down * abreast * 4, arrivals = down * abreast;
   static constexpr int registers = columns / 2;                                       // of a chunk's sum a thread
-  static constexpr int stage_blocks = rows > 64 ? 1 : rows > 32 || down > 1 ? 2 : 4;  // boxes, and so chunks
+  static constexpr int stage_blocks = rows > 64 || fine ? 1 : rows > 32 || down > 1 ? 2 : 4;  // boxes
+  static constexpr int block_chunks = fine ? kBlockSteps : 1, chunk_steps = kBlockSteps / block_chunks;
+  static constexpr int stage_chunks = stage_blocks * block_chunks;
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   // Stages whose chunks are on the tensor cores at once: what registers for their sums allow.
-  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (half || arrivals > 2 ? 48 + 16 * half : arrivals > 1 ? 96 : 128) ? 2 : 1;
+  static constexpr int stages_at_once = 2 * stage_chunks * registers <= (half || arrivals > 2 ? 48 + 16 * half : arrivals > 1 ? 96 : 128) ? 2 : 1;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64, consumers = consumer_warps * 32;
   static_assert(columns % kAtomRows == 0, "whole swizzle atoms");
@@ -196,13 +200,15 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
       });
     }
 
-    auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int block) {
+    auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int chunk) {
+      const int block = chunk / S::block_chunks, first = chunk % S::block_chunks * S::chunk_steps;
       const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + down * kWarpgroupRows * kRowBytes) +
                               block * (at.x_block_bytes >> 4);
       const uint64_t w_tile =
           wgmma_descriptor<true>(at.w_stage(w_stage) + beside * kRowBytes) + (block * S::w_block_bytes >> 4);
 #pragma unroll
-      for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<S::a_type, S::b_type>(sum, x_tile + i * 2, w_tile + i * 2, i);
+      for (int i = 0; i < S::chunk_steps; ++i)
+        wgmma_fp8_of<S::a_type, S::b_type>(sum, x_tile + (first + i) * 2, w_tile + (first + i) * 2, i);
       wgmma_commit();
     };
     // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's scales
@@ -237,25 +243,25 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
     };
     // All chunks of the next stages.
     auto run_stages = [&](auto stages, int chunk) {
-      constexpr int count = decltype(stages)::value * S::stage_blocks;
+      constexpr int count = decltype(stages)::value * S::stage_chunks;
       float sum[count][S::registers], weight[count][2][2];
       Cursor<kAnyCount> x_read = x, w_read = w;
       each_of<count>([&](auto index) {
         constexpr int i = decltype(index)::value;
-        if (i % S::stage_blocks == 0) {
+        if (i % S::stage_chunks == 0) {
           barrier_wait(at.w_full(w.stage), w.parity);
           barrier_wait(at.x_full(x.stage), x.parity);
           wgmma_fence();
         }
-        start_chunk(sum[i], x.stage, w.stage, i % S::stage_blocks);
-        if (i % S::stage_blocks == S::stage_blocks - 1) x.next(), w.next();
+        start_chunk(sum[i], x.stage, w.stage, i % S::stage_chunks);
+        if (i % S::stage_chunks == S::stage_chunks - 1) x.next(), w.next();
       });
 #pragma unroll
       for (int i = 0; i < count; ++i) load_weights(weight[i], chunk + i);
       each_of<count>([&](auto index) {
         constexpr int i = decltype(index)::value;
         wgmma_wait<count - 1 - i>();
-        if (i % S::stage_blocks == S::stage_blocks - 1) {
+        if (i % S::stage_chunks == S::stage_chunks - 1) {
           if (thread % kWarpgroup == 0)
             barrier_arrive(at.x_empty(x_read.stage)), barrier_arrive(at.w_empty(w_read.stage));
           x_read.next(), w_read.next();
@@ -263,14 +269,14 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
         add_chunk(sum[i], weight[i], chunk + i);
       });
     };
-    constexpr int at_once = S::stages_at_once * S::stage_blocks;
+    constexpr int at_once = S::stages_at_once * S::stage_chunks;
     int chunk = 0;
 #pragma unroll 1
     for (; chunk + at_once <= problem.chunks; chunk += at_once)
       run_stages(std::integral_constant<int, S::stages_at_once>(), chunk);
-    if (S::stages_at_once > 1 && chunk + S::stage_blocks <= problem.chunks) {
+    if (S::stages_at_once > 1 && chunk + S::stage_chunks <= problem.chunks) {
       run_stages(std::integral_constant<int, 1>(), chunk);
-      chunk += S::stage_blocks;
+      chunk += S::stage_chunks;
     }
     if (chunk < problem.chunks) {
       barrier_wait(at.w_full(w.stage), w.parity);
@@ -331,7 +337,7 @@ Gemm in_pairs(const ScaledGemm &g) {
   return pairs;
 }
 
-int64_t chunks_of(const ScaledGemm &g) { return divide_up(g.k, kScaleGroup); }
+int64_t chunks_of(const ScaledGemm &g) { return divide_up(g.k, g.fine() ? kFineGroup : kScaleGroup); }
 // Beside the second of two blocks of columns, which the last tile may not have.
 int columns_of(const ScaledGemm &g, int rows) {
   return g.along_k && (!g.b_scale.data || g.b_scale.blocks || g.b_scale.stride == 0) ? 2 : rows;
@@ -409,19 +415,38 @@ bool fits_half(const ScaledGemm &g, int columns) {
          bytes >= kFewestBytes && (2 * g.m <= kWarpgroupRows || bytes <= kMostBytes);
 }
 
-int x_knob(const char *name, int otherwise) {
-  const char *given = getenv(name);
-  return given ? atoi(given) : otherwise;
-}
 template <int columns, Type a, Type b> pydet_status launch_types(const ScaledGemm &g, bool split) {
-  if constexpr (columns % 16 == 0 && columns > 32 && a == Type::e4m3 && b == Type::e4m3) {
-    if (x_knob("PYDET_X_ABREAST", 1) == 2) {
-      if (g.m <= kWarpgroupRows || split) return launch_shape<Shape<columns, 1, 2, a, b>>(g, split);
-      return launch_shape<Shape<columns, 2, 2, a, b>>(g, false);
-    }
-  }
   return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, 1, a, b>>(g, split)
                                         : launch_shape<Shape<columns, 2, 1, a, b>>(g, false);
+}
+
+// Scales of 32 elements each: for how many rows there is room beside those of so many columns.
+int64_t fine_rows(const ScaledGemm &g, int columns) {
+  ScaledGemm part = g;
+  for (part.m = std::min<int64_t>(g.m, kWarpgroupRows); part.m > 0; part.m /= 2)
+    if (table_bytes(part, columns) <= kMostFineBytes) break;
+  return part.m;
+}
+
+template <int columns> pydet_status launch_fine(const ScaledGemm &g) {
+  const int64_t rows = fine_rows(g, columns);
+  return with_type<kFp8Types>(g.a.type, [&](auto a) {
+    return with_type<kFp8Types>(g.b.type, [&](auto b) {
+      using S = Shape<columns, 1, 2, decltype(a)::value, decltype(b)::value, false, true>;
+      ScaledGemm part = g;
+      const auto skip = [&](auto &operand, int64_t stride) {
+        if (operand.data) operand.data += part.m * stride * size_of(operand.type);
+      };
+      pydet_status status = PYDET_OK;
+      for (int64_t first = 0; first < g.m && status == PYDET_OK; first += rows) {
+        part.m = std::min(rows, g.m - first);
+        status = launch_shape<S>(part, false);
+        skip(part.a, g.a.row_stride), skip(part.out, g.out.row_stride), skip(part.bias, g.bias.row_stride);
+        skip(part.a_scale, g.a_scale.stride);
+      }
+      return status;
+    });
+  });
 }
 
 }  // namespace
@@ -438,11 +463,24 @@ Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, const Choice &choice) {
   const Cut cut = choice.cut<Cut>();
   if constexpr (columns == 32 || columns == 64)
-    if (cut.half && x_knob("PYDET_X_HALF", 1)) return launch_shape<Shape<columns, 1, 1, Type::e4m3, Type::e4m3, true>>(g, false);
+    if (cut.half) return launch_shape<Shape<columns, 1, 1, Type::e4m3, Type::e4m3, true>>(g, false);
   return with_type<scaled_skinny_types(columns)>(g.a.type, [&](auto a) {
     return with_type<scaled_skinny_types(columns)>(
         g.b.type, [&](auto b) { return launch_types<columns, decltype(a)::value, decltype(b)::value>(g, cut.split); });
   });
+}
+
+constexpr int kFineColumns = 64, kFewFineColumns = 16;
+
+bool scaled_fine_sm90_takes(const ScaledGemm &g) {
+  return g.fine() && g.k > 0 && g.k % kPair == 0 && readable(g) && fine_rows(g, kFewFineColumns) > 0;
+}
+// Narrow tiles where there would be few wide ones, or no room for the scales of as many rows.
+pydet_status scaled_fine_sm90(const ScaledGemm &g) {
+  const bool many = 2 * divide_up(g.n, kFineColumns) > gpu_multiprocessors(g.device.id);
+  return many && 2 * fine_rows(g, kFineColumns) >= std::min<int64_t>(g.m, kWarpgroupRows)
+             ? launch_fine<kFineColumns>(g)
+             : launch_fine<kFewFineColumns>(g);
 }
 
 template pydet_status scaled_skinny_sm90<16>(const ScaledGemm &, const Choice &);
