@@ -435,6 +435,7 @@ def test_embedding(device, kernel, dtype):
 def test_embedding_backward(device, kernel, dtype):
     """Tokens and tables around the steps of a warp and the ids of a block; many tokens of an id; ids of no rows."""
     embeddings.check_backward(device, dtype, EMBEDDED)
+    embeddings.check_many_tokens(device, dtype, False)
     dout, ids = data("normal", (70, 16), DTYPES[dtype]), embeddings.ids_of(70, 9)
     ids[::3], ids[1::7] = -5, 9
     want = embeddings.reference.embedding_backward(dout, ids, 9)
