@@ -125,7 +125,7 @@ template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
       .chooses(scaled_gemm_sm90_choose, tile)
       .launches(scaled_gemm_sm90<tile>);
 }
-constexpr int kScaledOthers = 11;
+constexpr int kScaledOthers = 10;
 template <int... tiles>
 constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
     std::integer_sequence<int, tiles...>) {
@@ -136,7 +136,6 @@ constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scale
       scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
       scaled_skinny_row<80>("cuda_scaled_gemm_sm90_skinny_80"),
       scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
-      scaled_skinny_row<112>("cuda_scaled_gemm_sm90_skinny_112"),
       scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
       scaled_tile_row<tiles>()...,
       Row(kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)

@@ -8,15 +8,14 @@
 //
 // skinny.h brings the operands, a as its x and b^T as its w; to it two fp8 numbers are one of 16 bits. Chunks do not
 // depend on each other, so those of a stage are on the tensor cores at once, each with its own accumulators, and are
-// added in their order. Two warpgroups share a tile's columns, or its rows, so that the tensor cores work for one while
-// the other adds. All scales of a tile are brought to shared memory before its first stage has come.
+// added in their order. All scales of a tile are brought to shared memory before its first stage has come.
 
 #include <utility>
 
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/scales.h"
 #include "gpu/nvidia/sm90/skinny.h"
-#include "gpu/nvidia/sm90/pipe/wgmma_narrow.h"
+#include "gpu/nvidia/sm90/pipe/wgmma.h"
 
 namespace pydet {
 namespace {
@@ -31,6 +30,7 @@ constexpr int kMostUnalignedK = 1536;      // and up to this one where rows do n
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
 constexpr int kAheadBytes = 32 << 10;      // of b's a block that are asked of the L2 while the kernel ahead ends
 constexpr int kFewM = 16;                  // past which half a multiprocessor asks for half of them
+constexpr int kOneWarpgroup = 80;          // columns of tiles for up to 64 rows: others would only take longer to compile
 constexpr int kScales = 1;                 // the first of the named barriers
 
 struct SkinnyProblem {
@@ -42,27 +42,25 @@ struct SkinnyProblem {
   bool along_k;
 };
 
-// `down` warpgroups have 64 rows of a each, `abreast` of them the columns of a tile between them. `half`: of the registers
-// and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's. `fine`: chunks of a step.
-template <int tile_rows, int down, int abreast, Type a, Type b, bool half = false, bool fine = false> struct Shape {
+// `half`: of the registers and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's.
+// `fine`: chunks of a step.
+template <int tile_rows, int warpgroups, Type a, Type b, bool half = false, bool fine = false> struct Shape {
   static constexpr Type a_type = a, b_type = b;
   static constexpr int blocks_an_sm = half ? 2 : 1;
   static constexpr bool turned = false;  // both operands have k adjacent
   static constexpr bool prefetches = true;
   static constexpr int rows = tile_rows, box_columns = rows;
   static constexpr bool chunked = false, split = false;  // stages go on through chunks
-  static constexpr int warpgroups_down = down, columns = rows / abreast;  // of one of them
-  static constexpr int consumer_warps = down * abreast * 4, arrivals = down * abreast;
-  static constexpr int registers = columns / 2;                                       // of a chunk's sum a thread
-  static constexpr int stage_blocks = rows > 64 || fine ? 1 : rows > 32 || down > 1 ? 2 : 4;  // boxes
+  static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
+  static constexpr int registers = rows / 2;  // of a chunk's sum a thread
+  static constexpr int stage_blocks = rows > 64 || fine ? 1 : rows > 32 || warpgroups > 1 ? 2 : 4;  // boxes
   static constexpr int block_chunks = fine ? kBlockSteps : 1, chunk_steps = kBlockSteps / block_chunks;
   static constexpr int stage_chunks = stage_blocks * block_chunks;
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   // Stages whose chunks are on the tensor cores at once: what registers for their sums allow.
-  static constexpr int stages_at_once = 2 * stage_chunks * registers <= (half || arrivals > 2 ? 48 + 16 * half : arrivals > 1 ? 96 : 128) ? 2 : 1;
+  static constexpr int stages_at_once = 2 * stage_chunks * registers <= (half ? 64 : warpgroups > 1 ? 96 : 128) ? 2 : 1;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64, consumers = consumer_warps * 32;
-  static_assert(columns % kAtomRows == 0, "whole swizzle atoms");
 };
 
 // Where scales lie in shared memory: of each row of a those along k, one more apart than there are, and then of each
@@ -157,21 +155,19 @@ template <int count, class F> __device__ __forceinline__ void each_of(F f) {
 template <class S>
 __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Layout<S> &at, int warpgroup) {
   const Problem &p = problem.p;
-  const int thread = int(threadIdx.x), lane = thread % 32;
-  const int down = warpgroup % S::warpgroups_down, beside = warpgroup / S::warpgroups_down * S::columns;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const Scales<S> scales(problem, at.sums);
   const bool two_blocks = problem.b_scales == 2, by_column = problem.along_k && !two_blocks;
-  const uint32_t of_columns = scales.b + beside * 4 + lane % 4 * 8;
+  const uint32_t of_columns = scales.b + lane % 4 * 8;
   Cursor<kAnyCount> x(p.x_stages), w(p.w_stages);
   scales.load_rows(thread);
   for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x)) {
-    const int first_row =
-        first_of_x(p, tile) + down * kWarpgroupRows + thread % kWarpgroup / 32 * kWarpRows + lane / 4;
-    const int start_column = first_of_w<S>(p, tile), column_0 = start_column + beside + lane % 4 * 2;
+    const int first_row = first_of_x(p, tile) + warp * kWarpRows + lane / 4;
+    const int start_column = first_of_w<S>(p, tile), column_0 = start_column + lane % 4 * 2;
     const int least_row = (tile & p.x_split) * kWarpgroupRows, least_column = (tile >> p.x_split) * S::rows;
     // Rows that a does not have take the scales of its last.
     const uint32_t of_rows[2] = {scales.of_row(min(first_row, p.m - 1)), scales.of_row(min(first_row + 8, p.m - 1))};
-    const int split = kScaleGroup - start_column % kScaleGroup - beside;  // where the second block of columns begins
+    const int split = kScaleGroup - start_column % kScaleGroup;  // where the second block of columns begins
     auto is_ours = [&](int row, int column) {
       return row >= least_row && row < p.m && column >= least_column && column < p.n;
     };
@@ -202,13 +198,12 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
 
     auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int chunk) {
       const int block = chunk / S::block_chunks, first = chunk % S::block_chunks * S::chunk_steps;
-      const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + down * kWarpgroupRows * kRowBytes) +
+      const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + warpgroup * kWarpgroupRows * kRowBytes) +
                               block * (at.x_block_bytes >> 4);
-      const uint64_t w_tile =
-          wgmma_descriptor<true>(at.w_stage(w_stage) + beside * kRowBytes) + (block * S::w_block_bytes >> 4);
+      const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w_stage)) + (block * S::w_block_bytes >> 4);
 #pragma unroll
       for (int i = 0; i < S::chunk_steps; ++i)
-        wgmma_fp8_of<S::a_type, S::b_type>(sum, x_tile + (first + i) * 2, w_tile + (first + i) * 2, i);
+        wgmma_fp8<S::a_type, S::b_type>(sum, x_tile + (first + i) * 2, w_tile + (first + i) * 2, i);
       wgmma_commit();
     };
     // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's scales
@@ -388,7 +383,7 @@ int fastest_columns_of_e4m3(const ScaledGemm &g) {
   if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
   if (g.m > kWarpgroupRows) return 0;
   int best = 48;
-  for (int columns : {64, 96})
+  for (int columns : {64, kOneWarpgroup, 96})
     if (divide_up(divide_up(g.n, columns), sms) * columns <= divide_up(divide_up(g.n, best), sms) * best)
       best = columns;
   return best;
@@ -416,37 +411,18 @@ bool fits_half(const ScaledGemm &g, int columns) {
 }
 
 template <int columns, Type a, Type b> pydet_status launch_types(const ScaledGemm &g, bool split) {
-  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, 1, a, b>>(g, split)
-                                        : launch_shape<Shape<columns, 2, 1, a, b>>(g, false);
+  if constexpr (columns == kOneWarpgroup) return launch_shape<Shape<columns, 1, a, b>>(g, false);
+  else return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
+                                        : launch_shape<Shape<columns, 2, a, b>>(g, false);
 }
 
-// Scales of 32 elements each: for how many rows there is room beside those of so many columns.
-int64_t fine_rows(const ScaledGemm &g, int columns) {
+// Scales of 32 elements each: for how many rows there is room beside those of a tile's columns.
+constexpr int kFineColumns = 32;
+int64_t fine_rows(const ScaledGemm &g) {
   ScaledGemm part = g;
   for (part.m = std::min<int64_t>(g.m, kWarpgroupRows); part.m > 0; part.m /= 2)
-    if (table_bytes(part, columns) <= kMostFineBytes) break;
+    if (table_bytes(part, kFineColumns) <= kMostFineBytes) break;
   return part.m;
-}
-
-template <int columns> pydet_status launch_fine(const ScaledGemm &g) {
-  const int64_t rows = fine_rows(g, columns);
-  return with_type<kFp8Types>(g.a.type, [&](auto a) {
-    return with_type<kFp8Types>(g.b.type, [&](auto b) {
-      using S = Shape<columns, 1, 2, decltype(a)::value, decltype(b)::value, false, true>;
-      ScaledGemm part = g;
-      const auto skip = [&](auto &operand, int64_t stride) {
-        if (operand.data) operand.data += part.m * stride * size_of(operand.type);
-      };
-      pydet_status status = PYDET_OK;
-      for (int64_t first = 0; first < g.m && status == PYDET_OK; first += rows) {
-        part.m = std::min(rows, g.m - first);
-        status = launch_shape<S>(part, false);
-        skip(part.a, g.a.row_stride), skip(part.out, g.out.row_stride), skip(part.bias, g.bias.row_stride);
-        skip(part.a_scale, g.a_scale.stride);
-      }
-      return status;
-    });
-  });
 }
 
 }  // namespace
@@ -455,6 +431,7 @@ Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
   if (g.m > kMostM || g.k == 0 || g.k % kPair || !readable(g)) return {};
   if (columns == kAnyVariant) columns = fastest_columns(g);
   if (columns == 0 || table_bytes(g, columns) > kMostTableBytes) return {};
+  if (columns == kOneWarpgroup && g.m > kWarpgroupRows) return {};
   if (!of_e4m3(g) && scaled_skinny_types(columns) != kFp8Types) return {};
   const bool split = g.m > kWarpgroupRows && 2 * divide_up(g.n, columns) <= gpu_multiprocessors(g.device.id);
   return Choice(columns, Cut{split, fits_half(g, columns)});
@@ -463,24 +440,34 @@ Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, const Choice &choice) {
   const Cut cut = choice.cut<Cut>();
   if constexpr (columns == 32 || columns == 64)
-    if (cut.half) return launch_shape<Shape<columns, 1, 1, Type::e4m3, Type::e4m3, true>>(g, false);
+    if (cut.half) return launch_shape<Shape<columns, 1, Type::e4m3, Type::e4m3, true>>(g, false);
   return with_type<scaled_skinny_types(columns)>(g.a.type, [&](auto a) {
     return with_type<scaled_skinny_types(columns)>(
         g.b.type, [&](auto b) { return launch_types<columns, decltype(a)::value, decltype(b)::value>(g, cut.split); });
   });
 }
 
-constexpr int kFineColumns = 64, kFewFineColumns = 16;
-
 bool scaled_fine_sm90_takes(const ScaledGemm &g) {
-  return g.fine() && g.k > 0 && g.k % kPair == 0 && readable(g) && fine_rows(g, kFewFineColumns) > 0;
+  return g.fine() && g.k > 0 && g.k % kPair == 0 && readable(g) && fine_rows(g) > 0;
 }
-// Narrow tiles where there would be few wide ones, or no room for the scales of as many rows.
 pydet_status scaled_fine_sm90(const ScaledGemm &g) {
-  const bool many = 2 * divide_up(g.n, kFineColumns) > gpu_multiprocessors(g.device.id);
-  return many && 2 * fine_rows(g, kFineColumns) >= std::min<int64_t>(g.m, kWarpgroupRows)
-             ? launch_fine<kFineColumns>(g)
-             : launch_fine<kFewFineColumns>(g);
+  const int64_t rows = fine_rows(g);
+  return with_type<kFp8Types>(g.a.type, [&](auto a) {
+    return with_type<kFp8Types>(g.b.type, [&](auto b) {
+      ScaledGemm part = g;
+      const auto skip = [&](auto &operand, int64_t stride) {
+        if (operand.data) operand.data += part.m * stride * size_of(operand.type);
+      };
+      pydet_status status = PYDET_OK;
+      for (int64_t first = 0; first < g.m && status == PYDET_OK; first += rows) {
+        part.m = std::min(rows, g.m - first);
+        status = launch_shape<Shape<kFineColumns, 1, decltype(a)::value, decltype(b)::value, false, true>>(part, false);
+        skip(part.a, g.a.row_stride), skip(part.out, g.out.row_stride), skip(part.bias, g.bias.row_stride);
+        skip(part.a_scale, g.a_scale.stride);
+      }
+      return status;
+    });
+  });
 }
 
 template pydet_status scaled_skinny_sm90<16>(const ScaledGemm &, const Choice &);
@@ -489,7 +476,6 @@ template pydet_status scaled_skinny_sm90<48>(const ScaledGemm &, const Choice &)
 template pydet_status scaled_skinny_sm90<64>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<80>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<96>(const ScaledGemm &, const Choice &);
-template pydet_status scaled_skinny_sm90<112>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<128>(const ScaledGemm &, const Choice &);
 
 }  // namespace pydet

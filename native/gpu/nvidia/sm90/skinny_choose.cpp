@@ -34,6 +34,7 @@ SkinnyPlan choose_turned(const Gemm &g) {
   constexpr int64_t kVocabulary = 65536;
   auto plan = [](int rows) { return SkinnyPlan{rows, false, kMostSharedBytes, true}; };
   const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
+  if (g.k > kVocabulary && width <= 32 && g.m > 24 && g.m <= 96) return plan(32);
   if (g.m > 96) return plan(width > 32 && width <= 48 ? 96 : 0);
   if (width <= 8) return plan(16);
   if (width <= 16) return plan(32);
