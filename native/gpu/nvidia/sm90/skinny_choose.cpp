@@ -111,6 +111,16 @@ SkinnyCut cut_of(const Gemm &g, const SkinnyPlan &plan, bool turned) {
 
 }  // namespace
 
+// Blocks of a cluster that bring each other x, where rows begin between the L2's lines, each of which then takes two
+// (choose.cpp): as many as leave room for all tiles at once.
+int sharing_of(const Gemm &g, const SkinnyPlan &plan) {
+  constexpr int64_t kLine = 64;  // elements
+  const bool cut = g.m > 1 && g.a.row_stride % kLine != 0;
+  if (!cut || g.m <= kWarpRows || g.k_chunk || g.fast || plan.x_split) return 1;
+  const int64_t tiles = divide_up(g.n, plan.rows), sms = gpu_multiprocessors(g.device.id);
+  return tiles <= sms * 10 / 11 ? 4 : 2;
+}
+
 // Of rows that are asked for by name and not the choice: what suits most problems.
 template <bool turned> Choice skinny_sm90_choose(const Gemm &asked, int rows) {
   const bool apart = asked.batch.dims > 0;
@@ -119,6 +129,7 @@ template <bool turned> Choice skinny_sm90_choose(const Gemm &asked, int rows) {
   if (!takes(g, turned)) return {};
   SkinnyPlan plan = turned ? choose_turned(g) : choose(g);
   if (rows != kAnyVariant && plan.rows != rows) plan = {rows, false, kMostSharedBytes, true};
+  if (!turned && plan.rows) plan.sharing = sharing_of(g, plan);
   return plan.rows ? Choice(plan.rows, cut_of(g, plan, turned)) : Choice();
 }
 
