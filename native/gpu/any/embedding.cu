@@ -315,24 +315,18 @@ __device__ __forceinline__ void add_spread(const EmbeddingBackward &p, int64_t f
   const bool adds = t < kSpreadColumns && own < p.n;
   const int64_t at = int64_t(id) * p.dw.row_stride + own;
   float sum = adds && p.accumulate ? load_f32(p.dw.data, to, at) : 0.0f;
-  const auto token_of = [&](int64_t group) {
-    const int64_t i = first + group * kRows + t / kPieces;
-    return i < end ? int64_t(sorted[i].token) : int64_t(-1);
+  constexpr int kLooked = 8;  // groups whose tokens are looked up while those of as many are asked for
+  constexpr uint32_t kNone = ~0u;
+  const int64_t groups = (end - first + kRows - 1) / kRows;
+  uint32_t token[kLooked], next[kLooked];
+  const auto look = [&](int64_t group) {
+#pragma unroll
+    for (int j = 0; j < kLooked; ++j) {
+      const int64_t i = first + (group + j) * kRows + t / kPieces;
+      next[j] = i < end && column < p.n ? sorted[i].token : kNone;
+    }
   };
-  int64_t token = token_of(0);
-  const auto ask = [&](int64_t group) {
-    if (token >= 0 && column < p.n)
-      copy_async_16(&ring[group % kGroups][t], row_at(p.dout, size_of(type), p.inner, token) + column * size_of(type), 16);
-    commit_copies();
-    token = token_of(group + 1);
-  };
-  __syncthreads();  // the ring has been read
-  for (int group = 0; group < kAhead; ++group) ask(group);
-  for (int64_t group = 0; first + group * kRows < end; ++group) {
-    wait_copies<kAhead - 1>();
-    __syncthreads();
-    ask(group + kAhead);
-    if (!adds) continue;
+  const auto add = [&](int64_t group) {
     const int64_t left = end - first - group * kRows;
     float x[kRows];
 #pragma unroll
@@ -340,6 +334,26 @@ __device__ __forceinline__ void add_spread(const EmbeddingBackward &p, int64_t f
 #pragma unroll
     for (int k = 0; k < kRows; ++k)
       if (k < left) sum = sum + x[k];
+  };
+  look(0);
+  __syncthreads();  // the ring has been read
+  for (int64_t base = 0; base < groups + kAhead; base += kLooked) {
+#pragma unroll
+    for (int j = 0; j < kLooked; ++j) token[j] = next[j];
+    look(base + kLooked);
+#pragma unroll
+    for (int j = 0; j < kLooked; ++j) {
+      const int64_t asked = base + j, group = asked - kAhead;
+      if (group >= 0) {
+        wait_copies<kAhead - 1>();
+        __syncthreads();
+      }
+      if (token[j] != kNone)
+        copy_async_16(&ring[asked % kGroups][t],
+                      row_at(p.dout, size_of(type), p.inner, int64_t(token[j])) + column * size_of(type), 16);
+      commit_copies();
+      if (adds && group >= 0 && group < groups) add(group);
+    }
   }
   wait_copies<0>();
   if (adds) store_rounded(p.dw.data, to, at, sum);

@@ -48,7 +48,6 @@ template <int tile_rows, int warpgroups, Type a, Type b, bool half = false, bool
   static constexpr Type a_type = a, b_type = b;
   static constexpr int blocks_an_sm = half ? 2 : 1;
   static constexpr bool turned = false;  // both operands have k adjacent
-  static constexpr bool shares = false;
   static constexpr bool prefetches = true;
   static constexpr int rows = tile_rows, box_columns = rows;
   static constexpr bool chunked = false, split = false;  // stages go on through chunks

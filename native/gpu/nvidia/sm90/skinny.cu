@@ -26,10 +26,7 @@ constexpr int kFewM = 32;  // of which long stages have room in shared memory
 
 // `warpgroups` for 64 rows of x each; `chunks`: there is k_chunk; `parts`: the blocks of a cluster share the chunks of a
 // tile; `few`: at most kFewM rows of x.
-template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few, bool share = false>
-struct Shape {
-  static constexpr bool shares = share;
-  using Sharing = Shape<input, tile_rows, warpgroups, chunks, parts, few, true>;
+template <Type input, int tile_rows, int warpgroups, bool chunks, bool parts, bool few> struct Shape {
   static constexpr Type type = input;
   static constexpr bool turned = kTurned;
   static constexpr bool prefetches = !kTurned;  // there it gained nothing
@@ -51,20 +48,17 @@ struct Shape {
 // Where in the rings a warpgroup reads, and the barriers of the stage that its wgmma group in flight may still read.
 template <class S> struct Reader {
   const Layout<S> &at;
-  const int warpgroup, thread, sharing;
+  const int warpgroup, thread;
   Cursor<kAnyCount> x, w;
   uint32_t x_reading = 0, w_reading = 0;
   bool x_ready = false, w_ready = false;  // the next stage, as far as is known
 
   __device__ __forceinline__ Reader(const Problem &p, const Layout<S> &layout, int group)
-      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), sharing(p.sharing), x(p.x_stages), w(p.w_stages) {}
+      : at(layout), warpgroup(group), thread(int(threadIdx.x) % kWarpgroup), x(p.x_stages), w(p.w_stages) {}
 
   // The stage before has been read.
   __device__ __forceinline__ void release() {
-    if constexpr (S::shares) {
-      if (w_reading && thread < sharing) barrier_arrive(x_reading, thread);
-      if (w_reading && thread == 0) barrier_arrive(w_reading);
-    } else if (w_reading && thread == 0) {
+    if (w_reading && thread == 0) {
       barrier_arrive(x_reading);
       barrier_arrive(w_reading);
     }
@@ -256,18 +250,13 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1) skinny_kerne
   share_out<S>(p, [&](const Layout<S> &at, int warp) { multiply<S>(p, at, warp / 4); });
 }
 
-template <class S> pydet_status launch_sharing(const char *name, const Gemm &g, const SkinnyPlan &plan) {
-  if constexpr (!S::turned && !S::chunked)
-    if (plan.sharing > 1) return launch_shape<typename S::Sharing>(name, g, plan, skinny_kernel<typename S::Sharing>);
-  return launch_shape<S>(name, g, plan, skinny_kernel<S>);
-}
-
 template <int rows> pydet_status launch_plan(const char *name, const Gemm &g, const SkinnyPlan &plan) {
   return with_type<kHalfTypes>(g.a.type, [&](auto type) {
     return either(g.m > kWarpgroupRows && !plan.x_split, [&](auto two) {
       return either(g.k_chunk != 0, [&](auto chunked) {
         auto go = [&](auto split, auto few) {
-          return launch_sharing<Shape<type, rows, two ? 2 : 1, chunked, split, few>>(name, g, plan);
+          using S = Shape<type, rows, two ? 2 : 1, chunked, split, few>;
+          return launch_shape<S>(name, g, plan, skinny_kernel<S>);
         };
         if constexpr (rows <= kNarrowRows && !two)
           return either(g.m <= kFewM, [&](auto few) {

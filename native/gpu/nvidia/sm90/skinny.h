@@ -1,8 +1,7 @@
 // How skinny.cu moves its operands and is launched: two rings of stages in shared memory, and who fills them.
 //
 // A block makes `rows` rows of w (columns of y) for all rows of x, or, where x is split, for 64 of them. One thread
-// fills a ring with w by TMA, evicted first from the L2, another one a ring with x, of which the blocks of a cluster may
-// bring each other a share. The next kernel may start while
+// fills a ring with w by TMA, evicted first from the L2, another one a ring with x. The next kernel may start while
 // this one ends (programmatic dependent launch), on SMs that this one leaves free, or beside its blocks where they take
 // half of the shared memory: under weights_constant it then fills its ring with w meanwhile, and the memory hardly
 // rests between two kernels.
@@ -11,7 +10,6 @@
 #include <algorithm>
 
 #include "gpu/any/epilogue.h"
-#include "gpu/nvidia/sm90/gemm.h"
 #include "gpu/nvidia/sm90/pipe/operand.h"
 #include "gpu/nvidia/sm90/skinny_cut.h"
 #include "gpu/kernels.h"
@@ -30,14 +28,11 @@ constexpr int kTileRows = 64;                         // of x that the tensor co
 // The part of a problem that the device sees. Strides are in elements.
 struct Problem {
   CUtensorMap x, w;
-  CUtensorMap x_last;  // of fewer rows
   int m, n, steps, chunk_steps;  // steps of 16 k, of all and of one chain
   int tiles;                     // of y, in all
   int parts;                     // blocks of a cluster, each of which makes some of the chunks of one tile
   int part_steps;                // of each but the last; = steps where parts = 1
   int x_split;                   // 1: every two of them read the same rows of w, and the first or the last 64 rows of x
-  int sharing;                   // blocks of a cluster that bring each other x, each share_rows of it
-  int share_rows;
   int box_rows;                  // of x that a block reads
   int x_rows;                    // that a stage of x has room for: box_rows in whole swizzle atoms
   int w_stages, x_stages;
@@ -165,36 +160,6 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   }
 }
 
-// The same of blocks that share x: each brings its rows of it to all.
-template <class S> __device__ __forceinline__ void load_shared_x(const Problem &p, const Layout<S> &at) {
-  prefetch(&p.x);
-  wait_for_previous_kernel();
-  if (p.early) let_next_kernel_start();
-  Cursor<kAnyCount> ring(p.x_stages);
-  const int rank = cluster_rank(), first = rank * p.share_rows;
-  const bool last = p.box_rows - first < p.share_rows, some = first < p.box_rows;
-  const CUtensorMap *map = last ? &p.x_last : &p.x;
-  const uint16_t mask = uint16_t((1 << p.sharing) - 1);
-  for (int tile = int(blockIdx.x); tile < p.tiles; tile += int(gridDim.x))
-    each_stage<S>(p, [&](int k, int boxes) {
-      uint32_t full = at.x_full(ring.stage), to = at.x_stage(ring.stage) + first * kRowBytes;
-      barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);
-      barrier_expect(full, boxes * p.box_rows * kRowBytes);
-      if (some) {
-#pragma unroll
-        for (int b = 0; b < S::stage_blocks; ++b)
-          if (b < boxes)
-            load_box<2, true>(to + b * at.x_block_bytes, map, full, Place{k + b * kBlockK, first, {}}, mask);
-      }
-      ring.next();
-    });
-  // The block may end when every arrival that others owe it has come.
-  for (int i = 0; i < p.x_stages; ++i) {
-    barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);
-    ring.next();
-  }
-}
-
 // Of the chunks' sums that the first block of a cluster receives: those of the others' chunks, from the warps that have
 // rows of x.
 template <class S> __host__ __device__ constexpr int sum_bytes(int m) {
@@ -211,8 +176,7 @@ template <class S, class F> __device__ __forceinline__ void share_out(const Prob
   // The shuffle tells ptxas that the whole warp has one value: descriptors then stay in uniform registers.
   const int warp = __shfl_sync(0xFFFFFFFFu, int(threadIdx.x) / 32, 0);
   if (threadIdx.x == S::consumer_warps * 32) {
-    const int x_arrivals = S::shares ? S::arrivals * p.sharing : S::arrivals;
-    for (int i = 0; i < p.x_stages; ++i) barrier_init(at.x_full(i), 1), barrier_init(at.x_empty(i), x_arrivals);
+    for (int i = 0; i < p.x_stages; ++i) barrier_init(at.x_full(i), 1), barrier_init(at.x_empty(i), S::arrivals);
     for (int i = 0; i < p.w_stages; ++i) barrier_init(at.w_full(i), 1), barrier_init(at.w_empty(i), S::arrivals);
     if (S::split) {
       barrier_init(at.sums_full(), 1);
@@ -221,13 +185,12 @@ template <class S, class F> __device__ __forceinline__ void share_out(const Prob
     fence_barrier_init();
   }
   __syncthreads();
-  if (S::split || S::shares) cluster_sync_relaxed();  // barriers are ready for what other blocks send
+  if (S::split) cluster_sync_relaxed();  // the first block's barrier is ready for the others' sums
   if (warp < S::consumer_warps) {
     wait_for_previous_kernel();  // y may be read or written by it, bias written
     consume(at, warp);
   } else if (threadIdx.x % 32 == 0) {
     if (warp == S::consumer_warps) load_weights<S>(p, at);
-    else if constexpr (S::shares) load_shared_x<S>(p, at);
     else load_x<S>(p, at);
   }
 }
@@ -289,23 +252,15 @@ pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Pr
   p.x_split = plan.x_split;
   p.box_rows = plan.x_split ? kTileRows : p.m;
   p.x_rows = int(divide_up(p.box_rows, kAtomRows)) * kAtomRows;
-  p.sharing = S::shares ? plan.sharing : 1;
-  p.share_rows = p.sharing == 1 ? p.box_rows : int(divide_up(p.x_rows / kAtomRows, p.sharing)) * kAtomRows;
-  const MapShape x_shape = map_of(g, g.a, g.m, g.a.row_stride, p.share_rows);
+  const MapShape x_shape = map_of(g, g.a, g.m, g.a.row_stride, p.box_rows);
   if (pydet_status status = make_map(name, encode, x_shape, &p.x)) return status;
-  if (S::shares && p.box_rows % p.share_rows) {
-    const MapShape last = map_of(g, g.a, g.m, g.a.row_stride, p.box_rows % p.share_rows);
-    if (pydet_status status = make_map(name, encode, last, &p.x_last)) return status;
-  }
   if (pydet_status status = make_map(name, encode, map_of_w<S>(g), &p.w)) return status;
   p.tiles = int(divide_up(g.n, S::rows)) << p.x_split;
   p.parts = S::split ? plan.parts : 1;
   p.part_steps = S::split ? int(divide_up(divide_up(p.steps, p.chunk_steps), p.parts)) * p.chunk_steps : p.steps;
 
   const int blocks_an_sm = plan.shared_bytes > kHalfSharedBytes ? 1 : 2;
-  if (S::shares) p.tiles = int(divide_up(p.tiles, p.sharing)) * p.sharing;  // the last ones have no columns
-  const int at_once = S::shares ? sm90_clusters(g.device.id, p.sharing) * p.sharing : gpu_multiprocessors(g.device.id);
-  const int blocks = S::split ? p.tiles : std::min(at_once * blocks_an_sm, p.tiles);
+  const int blocks = S::split ? p.tiles : std::min(gpu_multiprocessors(g.device.id) * blocks_an_sm, p.tiles);
   const int64_t stages =
       divide_up(p.part_steps, p.chunk_steps) * divide_up(p.chunk_steps, S::stage_steps) * divide_up(p.tiles, blocks);
   // The rings share the memory; x needs the more, the more rows it has.
@@ -335,7 +290,7 @@ pydet_status prepare(const char *name, const Gemm &g, const SkinnyPlan &plan, Pr
   p.bias_row_stride = g.bias.row_stride;
   p.bias_column_stride = g.bias.col_stride;
   *launch = {name, gpu_stream(g.stream), dim3(unsigned(blocks * p.parts)), dim3(S::threads)};
-  launch->cluster = S::shares ? p.sharing : p.parts;
+  launch->cluster = p.parts;
   launch->shared_bytes = p.x_stages * x_stage_bytes + p.w_stages * S::w_bytes + kBarrierBytes + sums;
   launch->overlaps_previous = true;
   return PYDET_OK;

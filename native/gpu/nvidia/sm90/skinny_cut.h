@@ -19,7 +19,6 @@ struct SkinnyPlan {
   bool early;
   int parts = 1;       // of K, each in a block of its own
   int more_bytes = 0;  // of shared memory, at Layout::sums
-  int sharing = 1;     // blocks of a cluster that bring each other x
 };
 struct SkinnyCut {
   SkinnyPlan plan;
