@@ -209,7 +209,7 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
 typedef struct pydet_scaled_gemm_options {
   uint32_t struct_size;
   int32_t arithmetic;
-  int64_t k_chunk;    /* 0: one chain. c, a multiple of 32 (on Hopper 128): chains of c. 128 or 32 with scales along k */
+  int64_t k_chunk; /* 0: one chain. c, a multiple of 32 (on Hopper 128): chains of c. 128 or 32 with scales along k */
   int32_t accumulate; /* 1: starts from out, which is fp32; scales along k, or none */
   int32_t reserved;
   const char *kernel;

@@ -473,8 +473,7 @@ template <Type type, Type to> pydet_status launch_sum(const EmbeddingBackward &p
   if (status != PYDET_OK) return status;
   const auto stream = static_cast<gpu_stream>(p.stream);
   const Launch order = {name, stream, grid_of(divide_up(p.dw.rows, kOwnIds), kSortThreads), dim3(kSortThreads)};
-  Launch sum = {name, stream,
-                dim3(unsigned(plan.spread + std::min(plan.blocks, kMostBlocks)), unsigned(plan.parts)),
+  Launch sum = {name, stream, dim3(unsigned(plan.spread + std::min(plan.blocks, kMostBlocks)), unsigned(plan.parts)),
                 dim3(kSumThreads)};
   sum.overlaps_previous = gpu_overlaps_kernels(p.device.id);
   status = launch(order, embedding_sort_kernel, p);

@@ -35,7 +35,8 @@ template <int W> __global__ void __launch_bounds__(kThreads) rounding_kernel(con
 
 // Rows of groups: a block looks for the groups of its own, one after the other.
 constexpr int kRows = 8;
-template <int W> __global__ void __launch_bounds__(kThreads) grouped_rounding_kernel(const __grid_constant__ Rounding p) {
+template <int W> __global__ void __launch_bounds__(kThreads)
+    grouped_rounding_kernel(const __grid_constant__ Rounding p) {
   const int64_t begin = block_number() * kRows, end = begin + kRows < p.m ? begin + kRows : p.m;
   struct {
     int64_t tokens;

@@ -14,9 +14,9 @@ struct RoundedGroups {
 };
 
 // to[m, n] = round(from[m, n] + bias[m, n]); without a bias nothing is added. from is fp32, to row-major; they may be one
-// place. The batch has the strides of `from` as a's and those of `to` as out's. Extents as in Gemm, none of them 0. Where
-// there are groups, rows are tokens, of which those in no group are left as they are, and the others have their group's
-// bias, of one row; there is no batch then, and `to` has a unit stride on either side.
+// place. The batch has the strides of `from` as a's and those of `to` as out's. Extents as in Gemm, none of them 0.
+// Where there are groups, rows are tokens, of which those in no group are left as they are, and the others have their
+// group's bias, of one row; there is no batch then, and `to` has a unit stride on either side.
 struct Rounding {
   Device device;
   void *stream;

@@ -18,8 +18,7 @@ __attribute__((noinline)) pydet_status read_grouped_gemm(const pydet_tensor *a_t
                                                          const pydet_tensor *bias_tensor,
                                                          const pydet_tensor *group_start, const pydet_tensor *group_end,
                                                          const pydet_tensor *out_tensor,
-                                                         const pydet_grouped_gemm_options &options,
-                                                         GroupedWork *work) {
+                                                         const pydet_grouped_gemm_options &options, GroupedWork *work) {
   constexpr GemmWords kWords = {"grouped_gemm", "a", "b", "out", "M", "N", "K", false, false};
   const char *op = kWords.op;
   View a, b, bias, out, initial;

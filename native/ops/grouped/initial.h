@@ -1,5 +1,5 @@
-// Products of groups whose sums begin at a tensor of their own: what is done before and after the product, which computes
-// under accumulate, in out if that is fp32, else in the workspace.
+// Products of groups whose sums begin at a tensor of their own: what is done before and after the product, which
+// computes under accumulate, in out if that is fp32, else in the workspace.
 #pragma once
 
 #include "core/launch.h"
@@ -90,8 +90,8 @@ pydet_status start_groups_from(const char *op, const View &initial, const Option
 
 // The passes, each off the stack again when the product runs.
 template <class Problem>
-__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend, const Problem &sums,
-                                                             const GroupedSteps &steps) {
+__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend,
+                                                             const Problem &sums, const GroupedSteps &steps) {
   PYDET_TRY(check_reach(op, backend, steps.before(sums)));
   return check_reach(op, backend, steps.after(sums));
 }

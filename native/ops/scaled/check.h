@@ -52,8 +52,8 @@ pydet_status walk_of(const View *const (&views)[count], const int (&inner)[count
 
 // ---- Scaled GEMM -------------------------------------------------------------------------------------------------
 
-// The scale of a, or of b^T: one of `extent` rows, k along the second dimension, in so many chunks. `transposed`: the view
-// is b's.
+// The scale of a, or of b^T: one of `extent` rows, k along the second dimension, in so many chunks. `transposed`: the
+// view is b's.
 inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t chunks, bool transposed, Scale *scale,
                                   bool *along_k) {
   *scale = {};

@@ -61,9 +61,9 @@ struct ScaledGemm {
     const bool by_column = b_scale.data && !b_scale.blocks && b_scale.stride != 0;
     return when(batch.dims > 0, kBatch) | when(bias.data, pydet::kBias) | when(accumulate, kAccumulate) |
            when(fine(), kGroupScales) | when(k_chunk != kScaleGroup && !fine(), kChunks) |
-           when(k_chunk % kScaleGroup != 0 && !fine(), kBrokenChunks) |
-           when(a.col_stride != 1 && k > 1, kAlongM) | when(b.row_stride != 1 && k > 1, kAlongN) |
-           when(out.col_stride != 1 && n > 1, kOutAlongM) | when(along_k && by_column, kColumnScales);
+           when(k_chunk % kScaleGroup != 0 && !fine(), kBrokenChunks) | when(a.col_stride != 1 && k > 1, kAlongM) |
+           when(b.row_stride != 1 && k > 1, kAlongN) | when(out.col_stride != 1 && n > 1, kOutAlongM) |
+           when(along_k && by_column, kColumnScales);
   }
 };
 
@@ -78,9 +78,8 @@ template <> struct Operation<ScaledGemm> : AsAsked {
   static Items<pydet_xla_handler> xla();
 };
 
-constexpr uint64_t kScaledGemmFeatures =
-    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales |
-    kGroupScales;  // all
+constexpr uint64_t kScaledGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN |
+                                         kOutAlongM | kColumnScales | kGroupScales;  // all
 
 // What has one scale.
 enum class Granularity : int32_t {

@@ -29,7 +29,8 @@ read_scaled_grouped_gemm(const pydet_tensor *a_tensor, const pydet_tensor *a_sca
   PYDET_TRY(rows_layout_of(a, b));
   PYDET_TRY(read_optional(op, "bias", kAddend, bias_tensor, 2, &bias));
   PYDET_TRY(read(op, "out", kResult, out_tensor, 2, &out));
-  PYDET_TRY(scaled_grouped_gemm_of(a, a_scale, b, b_scale, bias, group_start, group_end, out, options.k_chunk, problem));
+  PYDET_TRY(
+      scaled_grouped_gemm_of(a, a_scale, b, b_scale, bias, group_start, group_end, out, options.k_chunk, problem));
   PYDET_TRY(apply_scaled_options(op, a, a_scale, b_scale, out, options, problem));
   PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
   PYDET_TRY(read_initial(op, options, out, &initial));

@@ -129,9 +129,8 @@ constexpr int tile_named(const char *name) {
   return tile;
 }
 
-// Of few rows that begin between the L2's lines, whose times at its bytes' speed the rates do not foretell; -1: they may.
-// 96x4608x4312 takes 15.8 us by the first, 19.5 by the next best, 48x8192x4312 22.0 by the second (an H200, cuBLAS 15.1,
-// 21.7).
+// Of few rows that begin between the L2's lines, whose times the rates do not foretell; -1: they may. 96x4608x4312 takes
+// 15.8 us by the first, 19.5 by the next best, 48x8192x4312 22.0 by the second (an H200, cuBLAS 15.1, 21.7).
 int few_rows_tile(const Gemm &g, const Sm90Operands &operands) {
   constexpr int kFewest = 33, kMost = 128;
   constexpr int64_t kLeastN = 2304, kMostN = 4800;  // of one wave

@@ -4,7 +4,7 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
-// Chunks are of 128, or, where scales are for 32 elements each, of one step, for any number of rows, 64 or fewer a launch.
+// Chunks are of 128, or, where scales are for 32 elements each, of one step, and a launch has 64 rows or fewer.
 //
 // skinny.h brings the operands, a as its x and b^T as its w; to it two fp8 numbers are one of 16 bits. Chunks do not
 // depend on each other, so those of a stage are on the tensor cores at once, each with its own accumulators, and are
@@ -30,8 +30,8 @@ constexpr int kMostUnalignedK = 1536;      // and up to this one where rows do n
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
 constexpr int kAheadBytes = 32 << 10;      // of b's a block that are asked of the L2 while the kernel ahead ends
 constexpr int kFewM = 16;                  // past which half a multiprocessor asks for half of them
-constexpr int kOneWarpgroup = 80;          // columns of tiles for up to 64 rows: others would only take longer to compile
-constexpr int kScales = 1;                 // the first of the named barriers
+constexpr int kOneWarpgroup = 80;  // columns of tiles for up to 64 rows: others would only take longer to compile
+constexpr int kScales = 1;         // the first of the named barriers
 
 struct SkinnyProblem {
   Problem p;
@@ -412,8 +412,9 @@ bool fits_half(const ScaledGemm &g, int columns) {
 
 template <int columns, Type a, Type b> pydet_status launch_types(const ScaledGemm &g, bool split) {
   if constexpr (columns == kOneWarpgroup) return launch_shape<Shape<columns, 1, a, b>>(g, false);
-  else return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
-                                        : launch_shape<Shape<columns, 2, a, b>>(g, false);
+  else
+    return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
+                                          : launch_shape<Shape<columns, 2, a, b>>(g, false);
 }
 
 // Scales of 32 elements each: for how many rows there is room beside those of a tile's columns.

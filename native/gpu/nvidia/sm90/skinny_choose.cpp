@@ -27,9 +27,9 @@ bool takes(const Gemm &g, bool turned) {
                  : has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k));
 }
 
-// The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu. The gradient of a head's input
-// is a sum over a vocabulary: of 1, 32, 64, 96 rows of 3584 columns over 152064 tiles take 288, 287, 293, 324 us on an H200,
-// tiles of 64 here 317, 302, 308, 401, cuBLAS 247, 258, 265, 274.
+// The fastest of a sweep of 533 problems in which n is adjacent; rows = 0: a tile of gemm.cu. The gradient of a head's
+// input is a sum over a vocabulary: of 1, 32, 64, 96 rows of 3584 columns over 152064 tiles take 288, 287, 293, 324 us on
+// an H200, tiles of 64 here 317, 302, 308, 401, cuBLAS 247, 258, 265, 274.
 SkinnyPlan choose_turned(const Gemm &g) {
   constexpr int64_t kVocabulary = 65536;
   auto plan = [](int rows) { return SkinnyPlan{rows, false, kMostSharedBytes, true}; };
