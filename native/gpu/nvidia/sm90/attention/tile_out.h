@@ -255,8 +255,8 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
 
 // Once all jobs are done: a warp's rows that are not finite, again.
 template <class S> __device__ __forceinline__ void repair_rows(const AttentionPlan &p, int warp) {
-  Walk<S::n> walk(p);
-  Numbers numbers(p);
+  Walk<S::n, S::sharers> walk(p);
+  Numbers<S::sharers> numbers(p);
   Job job;
   for (; walk.find(numbers.now(), &job); numbers.follow()) {
     const Lengths x = {job.queries, job.keys, job.q_first, job.k_first};
