@@ -39,7 +39,7 @@ template <int stages> struct RingPlace {
 template <class S> __device__ __forceinline__ void find_jobs(const AttentionPlan &p, const Layout<S> &at) {
   const AttentionSlots<S> slots = at.slots();
   Walk<S::n, S::sharers> walk(p);
-  Numbers<S::sharers> numbers(p, at.base + S::told_at);
+  Numbers<S::sharers> numbers(p);
   Job job;
   int turn = 0;
   for (; walk.find(numbers.now(), &job); numbers.take(), ++turn) {
@@ -199,6 +199,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         values.next();
         const bool begins = S::through && block == next_segment;
         barrier_wait(at.full(ring.stage), ring.parity);
+        if (!S::late_values) barrier_wait(at.full(values.stage), values.parity);
         my_turn();
         scores(ring.stage, Whole());
         const bool closed = S::through && closing;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           your_turn();
           close();
         }
-        barrier_wait(at.full(values.stage), values.parity);
+        if (S::late_values) barrier_wait(at.full(values.stage), values.parity);
         products(values.stage, false);
         if (!closed) your_turn();
         if (begins) fold.finish(p, at, fold.fours - fold.ahead);
@@ -258,7 +259,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       if (live && fresh) barrier_wait(at.q_full(warpgroup), turn & 1);
       barrier_wait(at.full(ring.stage), ring.parity);
     }
-    if (behind && !(live && weighted)) barrier_wait(at.full(values.stage), values.parity);
+    if (behind && !(S::late_values && live && weighted)) barrier_wait(at.full(values.stage), values.parity);
 
     bool moved = false, masked = false;
     Step step;
@@ -288,7 +289,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       const bool early = S::d == 64 || (S::through && closing);
       if (early) your_turn();
       if (S::through && closing) close();
-      barrier_wait(at.full(values.stage), values.parity);
+      if (S::late_values) barrier_wait(at.full(values.stage), values.parity);
       products(values.stage, past_lower);
       if (!early) your_turn();
       if (closes) total();
@@ -361,8 +362,6 @@ __global__ void __launch_bounds__(S::threads, 1) attention_forward(const __grid_
       barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps * S::sharers);
     at.slots().init();
     barrier_init(at.late(), 1);
-    if (S::sharers > 1)
-      for (int i = 0; i < kTold; ++i) barrier_init(at.base + S::told_at + kTold * 4 + i * 8, 1);
     fence_barrier_init();
   }
   __syncthreads();

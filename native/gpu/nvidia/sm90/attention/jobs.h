@@ -207,58 +207,33 @@ template <int n, int sharers = 1> class Walk {
   }
 };
 
-// The numbers of this block's jobs. Blocks take them in turns, every second time around from the last block to the first:
-// so none has the larger one each time. Or each takes the next of all when it has need of one, which the warp that loads
-// does; what number followed which is then written down. Blocks that share keys have one number: the first takes it and
-// tells the others, through `told`: kTold words, and as many barriers. The first loads a ring of stages ahead of the
-// others at most, which are fewer jobs than there are words.
-constexpr int kTold = 8;
+// The numbers of this block's jobs, and of those that share its keys. They are taken in turns, every second time around
+// from the last block to the first: so none has the larger one each time. Or each takes the next of all when it has need of
+// one, which the warp that finds jobs does; what number followed which is then written down.
 template <int sharers = 1> class Numbers {
  public:
-  __device__ __forceinline__ explicit Numbers(const AttentionPlan &plan, uint32_t told_at = 0)
-      : p(plan), told(told_at), number(int(blockIdx.x) / sharers) {}
+  __device__ __forceinline__ explicit Numbers(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x) / sharers) {}
   __device__ __forceinline__ int now() const { return number; }
-  // Of the warp that loads, some time before it goes on to the next.
+  // Of the warp that finds jobs, some time before it goes on to the next.
   __device__ __forceinline__ void ask() {
-    if (p.taken && first_of_all()) asked = atomicAdd(p.taken, 1);
+    if (counted() && threadIdx.x % 32 == 0) asked = atomicAdd(p.taken, 1);
   }
   __device__ __forceinline__ void take() {
-    if (!p.taken) return turn();
-    int next = int(gridDim.x) / sharers + __shfl_sync(0xFFFFFFFFu, asked, 0);
-    if constexpr (sharers > 1) next = agreed(next);
+    if (!counted()) return turn();
+    const int next = int(gridDim.x) + __shfl_sync(0xFFFFFFFFu, asked, 0);
     if (threadIdx.x % 32 == 0 && number < p.numbers) p.followed[number] = next;
     number = next;
   }
   // Of others, later.
   __device__ __forceinline__ void follow() {
-    if (!p.taken) return turn();
+    if (!counted()) return turn();
     number = number < p.numbers ? p.followed[number] : p.numbers;
   }
 
  private:
   const AttentionPlan &p;
-  uint32_t told;
   int number, asked = 0;  // or asked: how often it was this block's turn
-  int taken = 0;
-  __device__ __forceinline__ static int rank() { return sharers > 1 ? int(blockIdx.x) % sharers : 0; }
-  __device__ __forceinline__ static bool first_of_all() { return threadIdx.x % 32 == 0 && rank() == 0; }
-  __device__ __forceinline__ int agreed(int next) {
-    const uint32_t word = told + taken % kTold * 4, barrier = told + kTold * 4 + taken % kTold * 8;
-    if (rank() == 0) {
-      for (int other = 1; other < sharers; ++other)
-        if (threadIdx.x % 32 == 0)
-          asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
-                           in_block(word, other)),
-                       "r"(next), "r"(in_block(barrier, other))
-                       : "memory");
-    } else {
-      if (threadIdx.x % 32 == 0) barrier_expect(barrier, 4);
-      barrier_wait(barrier, taken / kTold & 1);
-      asm volatile("ld.shared.s32 %0, [%1];" : "=r"(next) : "r"(word) : "memory");
-    }
-    ++taken;
-    return next;
-  }
+  __device__ __forceinline__ bool counted() const { return sharers == 1 && p.taken; }
   __device__ __forceinline__ void turn() {
     const int blocks = int(gridDim.x) / sharers, block = int(blockIdx.x) / sharers;
     number = ++asked * blocks + (asked % 2 ? blocks - 1 - block : block);

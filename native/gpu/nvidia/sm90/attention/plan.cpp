@@ -141,10 +141,13 @@ int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
 }
 
-// Blocks of a cluster that share keys and values: two, of heads that stand beside each other in a group. All blocks
-// together draw from the L2 about what it gives, at d = 64 less. Few tiles are not shared out as well by twos.
+// Blocks of a cluster that share keys and values: two, of heads that stand beside each other in a group, where pages are
+// so small that a block takes long to load them: it loads half. Larger boxes are loaded soon enough by each, and blocks
+// that wait for each other lose 1 to 5 %. Few tiles are not shared out as well by twos.
+constexpr int64_t kSmallPage = 16;
 int sharers_of(const Attention &a, const Cut &cut, int64_t sms) {
-  const bool shares = cut.wide && !cut.split && cut.pack == 1 && a.heads / a.groups % 2 == 0 && a.d > 64;
+  const bool pages = a.pages && a.page_size <= kSmallPage,
+             shares = pages && cut.wide && !cut.split && cut.pack == 1 && a.heads / a.groups % 2 == 0 && a.d > 64;
   return shares && cut.tiles >= 2 * sms ? 2 : 1;
 }
 
@@ -251,7 +254,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
     p.parts = p.part_o + p.part_count * divide_up(a.keys, a.kv_chunk) * a.e;
   } else {
     p.running = static_cast<float *>(a.workspace);
-    const uint64_t before = cut.wide ? bytes_of_running(a) : 0, bytes = bytes_of_numbers(a, cut);
+    const uint64_t before = cut.wide ? bytes_of_running(a) : 0, bytes = sharers > 1 ? 0 : bytes_of_numbers(a, cut);
     if (bytes && a.workspace_size >= before + bytes) {
       p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + before);
       p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));

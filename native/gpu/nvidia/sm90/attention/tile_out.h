@@ -122,9 +122,12 @@ template <class S> struct Fold {
 #pragma unroll
       for (int i = 0; i < fours; ++i) running.store(i, worth.folded(running.load(i), four(x, i)));
     } else {
+      const Worth worth = SharedTotals<S>{at.base}.worth();
 #pragma unroll
-      for (int i = 0; i < fours; ++i) __stcg(running.waiting(i), four(x, i));
-      next = 0;
+      for (int i = S::held; i < fours; ++i) __stcg(running.waiting(i), four(x, i));
+#pragma unroll
+      for (int i = 0; i < S::held; ++i) running.store(i, worth.folded(running.load(i), four(x, i)));
+      next = S::held;
     }
     runs = true;
   }

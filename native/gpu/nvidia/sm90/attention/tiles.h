@@ -36,6 +36,9 @@ struct AttentionShape {
   // other way).
   static constexpr int ahead = d == 64 ? 8 : 4;
 
+  // Whether a block's values are waited for once its scores are under way; at d = 256 before (1 % the other way).
+  static constexpr bool late_values = d <= 128;
+
   static constexpr int q_box_bytes = kAttentionWarpgroupRows * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes;
   // O so far of keys longer than a segment: of a thread's d / 8 fours so many lie in shared memory, the rest in the L2.
@@ -51,8 +54,7 @@ struct AttentionShape {
                        q_full_at = barriers_at, q_empty_at = q_full_at + warpgroups * 8,
                        full_at = q_empty_at + warpgroups * 8, empty_at = full_at + stages * 8,
                        slot_full_at = empty_at + stages * 8, slot_empty_at = slot_full_at + kSlots * 8,
-                       late_at = slot_empty_at + kSlots * 8, told_at = late_at + 8,
-                       shared_bytes = told_at + (sharers > 1 ? 8 * 12 : 0);
+                       late_at = slot_empty_at + kSlots * 8, shared_bytes = late_at + 8;
   static_assert(out_warp_bytes >= out_bytes, "a warp's O makes room for its results");
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
 };
