@@ -6,8 +6,6 @@
 
 namespace pydet {
 
-void barrier_wait(uint32_t barrier, int parity);  // there is none: of what is never made of a template
-
 // As an offset into the block's shared memory.
 inline uint32_t shared_address(const void *p) {
   return uint32_t(static_cast<const char *>(p) - emulated::shared_begin());
