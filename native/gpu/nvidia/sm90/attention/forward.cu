@@ -1,10 +1,10 @@
 // Attention, forward, on Hopper's tensor cores: out = softmax(q k^T) v for one tile of rows after another.
 //
-//   A block is persistent. One warp loads by TMA: a job's queries, and through one ring its blocks of keys and of
-//   values, in the order in which they are multiplied: the scores of a block come before the values of the block ahead
-//   of it. Warpgroups of 64 rows take turns on the tensor cores: in its turn one starts the scores of its next block
-//   (q and k from shared memory) and the product of the last one's weights, which are in its registers, with their
-//   values. While another has its turn it makes weights of the scores. All of a block's jobs are one such loop: the
+//   A block is persistent. One warp finds its jobs. One loads by TMA: a job's queries, and through one ring its blocks
+//   of keys and of values, in the order in which they are multiplied: the scores of a block come before the values of
+//   the block ahead of it. Warpgroups of 64 rows take turns on the tensor cores: in its turn one starts the scores of its
+//   next block (q and k from shared memory) and the product of the last one's weights, which are in its registers, with
+//   their values. While another has its turn it makes weights of the scores. All of a block's jobs are one such loop: the
 //   first scores of a job lie beside the last values of the one before. Keys longer than a segment: o is folded into
 //   O, which lies in shared memory, or for d = 256 in the L2, each element where the thread that has it finds it
 //   again. Measured: bench/README.md.
