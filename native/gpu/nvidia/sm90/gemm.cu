@@ -251,12 +251,15 @@ template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &
   Sm90Problem problem = {};
   if (pydet_status status = sm90_plan(g, operands, tile, &problem)) return status;
   const int clusters = std::min(sm90_clusters(g.device.id, cluster), problem.tiles);
-  if constexpr (S::hands_over)
+  if constexpr (S::hands_over) {
+    if (pydet_status status = load(name, gemm_kernel<S>, S::shared_bytes)) return status;
     if (pydet_status status = sm90_begin_handover(g, tile, clusters, &problem)) return status;
+  }
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = cluster;
   shape.overlaps_previous = true;
+  shape.loaded = S::hands_over;
   return launch(shape, gemm_kernel<S>, problem);
 }
 
