@@ -342,15 +342,15 @@ int64_t table_bytes(const ScaledGemm &g, int rows) {
   return (g.m * (chunks | 1) + chunks * columns_of(g, rows)) * 4;
 }
 
-template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) {
-  constexpr const char *name = "cuda_scaled_skinny_gemm_sm90";
-  DeviceGuard guard(g.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  SkinnyProblem problem = {};
+constexpr const char *kName = "cuda_scaled_skinny_gemm_sm90";
+
+// What the device is told. It must be current.
+template <class S>
+pydet_status describe(const ScaledGemm &g, bool x_split, SkinnyProblem *described, Launch *launch) {
+  SkinnyProblem &problem = *described;
   SkinnyPlan plan = {S::rows, x_split, S::blocks_an_sm > 1 ? kHalfSharedBytes : kMostSharedBytes, true};
   plan.more_bytes = int(table_bytes(g, S::rows));
-  Launch shape = {};
-  if (pydet_status status = prepare<S>(name, in_pairs(g), plan, &problem.p, &shape)) return status;
+  if (pydet_status status = prepare<S>(kName, in_pairs(g), plan, &problem.p, launch)) return status;
   problem.a_scale = scale_of(g, g.a_scale, g.kAScale);
   problem.b_scale = scale_of(g, g.b_scale, g.kBScale);
   problem.chunks = int(chunks_of(g));
@@ -361,7 +361,44 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
   const int bytes = S::blocks_an_sm > 1 && g.m > kFewM ? kAheadBytes / 2 : kAheadBytes;
   problem.p.ahead = asks ? bytes / (S::rows * kRowBytes) * kBlockK : 0;
   problem.along_k = g.along_k;
+  return PYDET_OK;
+}
+
+template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
+  SkinnyProblem problem = {};
+  Launch shape = {};
+  if (pydet_status status = describe<S>(g, x_split, &problem, &shape)) return status;
   return launch(shape, scaled_skinny_kernel<S>, problem);
+}
+
+// Rows of a in launches of so many each, for which all that may fail is asked before the first.
+template <class S> pydet_status launch_in_turn(const ScaledGemm &g, int64_t rows) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
+  SkinnyProblem problem = {};
+  Problem &p = problem.p;
+  Launch shape = {};
+  ScaledGemm first = g;
+  first.m = std::min(rows, g.m);
+  if (pydet_status status = describe<S>(first, false, &problem, &shape)) return status;
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(kName, &encode)) return status;
+  const Gemm all = in_pairs(g);
+  const MapShape of_a = map_of(all, all.a, all.m, all.a.row_stride, p.box_rows);
+  if (pydet_status status = make_map(kName, encode, of_a, &p.x)) return status;
+  if (pydet_status status = load(kName, scaled_skinny_kernel<S>, shape.shared_bytes)) return status;
+  shape.loaded = true;
+  p.pairs = p.pairs && (g.m == 1 || g.out.row_stride % 2 == 0);  // of every row
+  for (; p.x_first < g.m; p.x_first += p.m) {
+    p.m = int(std::min(rows, g.m - p.x_first));
+    if (pydet_status status = launch(shape, scaled_skinny_kernel<S>, problem)) return status;
+    p.out += p.m * g.out.row_stride * size_of(g.out.type);
+    if (p.bias) p.bias += p.m * g.bias.row_stride * size_of(g.bias.type);
+    if (g.a_scale.data) problem.a_scale.data += p.m * g.a_scale.stride * size_of(g.a_scale.type);
+  }
+  return PYDET_OK;
 }
 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
@@ -452,21 +489,10 @@ bool scaled_fine_sm90_takes(const ScaledGemm &g) {
   return g.fine() && g.k > 0 && g.k % kPair == 0 && readable(g) && fine_rows(g) > 0;
 }
 pydet_status scaled_fine_sm90(const ScaledGemm &g) {
-  const int64_t rows = fine_rows(g);
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
     return with_type<kFp8Types>(g.b.type, [&](auto b) {
-      ScaledGemm part = g;
-      const auto skip = [&](auto &operand, int64_t stride) {
-        if (operand.data) operand.data += part.m * stride * size_of(operand.type);
-      };
-      pydet_status status = PYDET_OK;
-      for (int64_t first = 0; first < g.m && status == PYDET_OK; first += rows) {
-        part.m = std::min(rows, g.m - first);
-        status = launch_shape<Shape<kFineColumns, 1, decltype(a)::value, decltype(b)::value, false, true>>(part, false);
-        skip(part.a, g.a.row_stride), skip(part.out, g.out.row_stride), skip(part.bias, g.bias.row_stride);
-        skip(part.a_scale, g.a_scale.stride);
-      }
-      return status;
+      return launch_in_turn<Shape<kFineColumns, 1, decltype(a)::value, decltype(b)::value, false, true>>(g,
+                                                                                                         fine_rows(g));
     });
   });
 }
