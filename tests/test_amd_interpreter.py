@@ -9,7 +9,14 @@ import pytest
 import gcn
 
 NUMBERS = {
-    **{"+0": 0x00000000, "-0": 0x80000000, "1": 0x3F800000, "-1": 0xBF800000, "least": 0x00000001, "-least": 0x80000001},
+    **{
+        "+0": 0x00000000,
+        "-0": 0x80000000,
+        "1": 0x3F800000,
+        "-1": 0xBF800000,
+        "least": 0x00000001,
+        "-least": 0x80000001,
+    },
     **{"inf": 0x7F800000, "-inf": 0xFF800000, "quiet": 0x7FC00001, "-quiet": 0xFFC00002},
     **{"signalling": 0x7F800001, "-signalling": 0xFFA00003},
 }

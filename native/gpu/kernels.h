@@ -30,6 +30,7 @@ struct Quantize;
 struct ScaledGroupedGemm;
 struct RmsNorm;
 struct RmsNormBackward;
+struct RmsNormQuantize;
 struct LayerNorm;
 struct LayerNormBackward;
 struct Softmax;
@@ -137,6 +138,11 @@ pydet_status rmsnorm_general(const RmsNorm &);
 bool layernorm_held_takes(const LayerNorm &);
 pydet_status layernorm_held(const LayerNorm &);
 pydet_status layernorm_general(const LayerNorm &);
+
+// any/norm_quantize.cu
+bool rmsnorm_quantize_held_takes(const RmsNormQuantize &);
+pydet_status rmsnorm_quantize_held(const RmsNormQuantize &);
+pydet_status rmsnorm_quantize_general(const RmsNormQuantize &);
 
 // any/norm_backward.cu
 pydet_status rmsnorm_backward_general(const RmsNormBackward &);

@@ -118,6 +118,15 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
         .launches(rmsnorm_general),
 };
 
+constexpr uint64_t kAllOfNormQuantize = kAllOfNorm | kGivenScales | kRowScales | kGroupScales;
+constexpr Kernel<RmsNormQuantize> kRmsNormQuantize[] = {
+    Row("hip_rmsnorm_quantize_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNormQuantize)
+        .takes(rmsnorm_quantize_held_takes)
+        .launches(rmsnorm_quantize_held),
+    Row("hip_rmsnorm_quantize_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNormQuantize | kWideSum)
+        .launches(rmsnorm_quantize_general),
+};
+
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("hip_rmsnorm_backward_chain", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGradient | kBlockSums)
         .takes(rmsnorm_backward_held_takes)
@@ -258,7 +267,7 @@ constexpr Backend hip() {
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
              no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kRotaryTable),
              table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
-             no_kernels<CausalConv1dBackward>());
+             no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize));
   return backend;
 }
 

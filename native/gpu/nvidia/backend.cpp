@@ -185,6 +185,15 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
         .launches(rmsnorm_general),
 };
 
+constexpr uint64_t kAllOfNormQuantize = kAllOfNorm | kGivenScales | kRowScales | kGroupScales;
+constexpr Kernel<RmsNormQuantize> kRmsNormQuantize[] = {
+    Row("cuda_rmsnorm_quantize_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNormQuantize)
+        .takes(rmsnorm_quantize_held_takes)
+        .launches(rmsnorm_quantize_held),
+    Row("cuda_rmsnorm_quantize_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNormQuantize | kWideSum)
+        .launches(rmsnorm_quantize_general),
+};
+
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
     Row("cuda_rmsnorm_backward_apart", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfGradient)
         .takes(rmsnorm_backward_apart_takes)
@@ -589,7 +598,8 @@ constexpr Backend cuda() {
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
              table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
-             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
+             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward),
+             table(kRmsNormQuantize));
   return backend;
 }
 
