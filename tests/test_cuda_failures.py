@@ -157,6 +157,11 @@ def problems(operation, name, dtype):
             given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
             yield "pydet_quantize", tensors(shapes, dtype), given
         return
+    if operation == "rmsnorm_quantize":
+        shapes = [(64, 256), (64, 256), ((256,), "float32"), ((64, 256), "float8_e4m3fn"), ((64, 2), "float32")]
+        given = capi.options("pydet_rmsnorm_quantize_options", eps=1e-6, granularity=1, kernel=name[0])
+        yield "pydet_rmsnorm_quantize", tensors([*shapes, None, None, (64, 256)], dtype), given
+        return
     if operation == "attention":
         for queries in (0,) if name[0].endswith("sm90_wide") else (3, 300):  # 0: a pack, whose tiles are counted
             shapes = [(1, 4, queries, 64), (1, 2, 2100, 64), (1, 2, 2100, 64), (1, 4, queries, 64), None]

@@ -365,6 +365,8 @@ SIGNATURES = {
     "rmsnorm": "x weight * eps bias weight_offset residual out kernel stream",
     "rmsnorm_backward": "dy x weight rstd * weight_offset has_bias dresidual out dweight dbias "
     "dweight_dtype accumulate block_sums kernel stream",
+    "rmsnorm_quantize": "x weight * eps weight_offset residual granularity dtype scale_dtype power_of_two scale out y "
+    "rstd kernel stream",
     "scaled_gemm": "a b * a_scale b_scale bias out out_dtype accumulate arithmetic k_chunk initial kernel stream",
     "quantize": "x * granularity dtype scale_dtype power_of_two transposed scale out kernel stream",
     "fold": "parts * bias out out_dtype order accumulate kernel stream",

@@ -38,7 +38,7 @@ template <Type type> void round_row(const float *values, int cols, const float *
     for (int j = 0; j < cols; ++j) to[j * stride] = bytes[j];
 }
 inline void round_row(Type type, const float *values, int cols, const float *scales, float scale, uint8_t *to,
-               int64_t stride) {
+                      int64_t stride) {
   if (type == Type::e4m3) round_row<Type::e4m3>(values, cols, scales, scale, to, stride);
   else round_row<Type::e5m2>(values, cols, scales, scale, to, stride);
 }

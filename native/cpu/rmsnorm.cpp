@@ -88,8 +88,7 @@ void quantize_row(const RmsNormQuantize &problem, const W &weights, int64_t r, R
   const float largest = largest_of(problem.out.type);
   auto *out = row<Fp8Bytes>(problem.out, at);
   const Matrix scale = {problem.scale.data, problem.scale.type, 0, 0, 0, 0};
-  const int64_t scale_at =
-      at.outer * problem.scale.outer_stride + at.inner * problem.scale.inner_stride;
+  const int64_t scale_at = at.outer * problem.scale.outer_stride + at.inner * problem.scale.inner_stride;
 
   float values[kSide];
   // The rounded y from j on, of which there are `count`, and their largest magnitude.

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kBlock<T>) norm_kernel(const __grid_constant__
       }
     }
   }
-  if constexpr (kQuantizes<P>) quantize_held<T>(p, team, t, first, index, there, inside, x);
+  if constexpr (kQuantizes<P>) quantize_held<T>(p, team, t, index, there, inside, x);
 }
 
 // ---- General -------------------------------------------------------------------------------------------------------

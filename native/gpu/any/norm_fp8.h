@@ -33,9 +33,9 @@ __device__ __forceinline__ int64_t first_scale(const RmsNormQuantize &p, int64_t
 
 // R rows of a team of T threads, of which a thread holds V vectors of y each, zeros past the row's end.
 template <int T, Type type, int V, int R, bool divides>
-__device__ __forceinline__ void quantize_held(const NormToFp8<divides> &p, int team, int t, int64_t first,
-                                              const RowIndex (&index)[R], const bool (&there)[R],
-                                              const bool (&inside)[V], const Packed<type, kVector> (&y)[R][V]) {
+__device__ __forceinline__ void quantize_held(const NormToFp8<divides> &p, int team, int t, const RowIndex (&index)[R],
+                                              const bool (&there)[R], const bool (&inside)[V],
+                                              const Packed<type, kVector> (&y)[R][V]) {
   constexpr int kTeamWarps = T < kLogicalWarp ? 1 : T / kLogicalWarp, kTeams = T < 128 ? 128 / T : 1;
   constexpr int kWidth = T < kLogicalWarp ? T : kLogicalWarp, kOfGroup = T < kLanes ? T : kLanes;
   const float largest = pydet::largest_of(p.out.type);

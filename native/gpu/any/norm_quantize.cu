@@ -17,7 +17,7 @@ pydet_status rmsnorm_quantize_held(const RmsNormQuantize &p) {
           return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kRows), kBlock<T>), kBlock<T>),
                         norm_kernel<decltype(problem), type, T, team.V, R, team.value>, problem);
         };
-        if (type != Type::f32 && !p.given()) return start(NormToFp8<type == Type::f32>{p});
+        if (type != Type::f32 && !p.given()) return start(NormToFp8 < type == Type::f32 > {p});
         return start(NormToFp8<true>{p});
       });
     });
@@ -28,8 +28,8 @@ pydet_status rmsnorm_quantize_general(const RmsNormQuantize &p) {
   const char *name = "rmsnorm_quantize_general";
   constexpr int T = 256;
   return on_device(name, p, [&] {
-    return launch(blocks_of(name, p, grid_of(p.rows, T), T), norm_general_kernel<NormToFp8<true>, T, 0>, NormToFp8<true>{p},
-                  all_whole(p));
+    return launch(blocks_of(name, p, grid_of(p.rows, T), T), norm_general_kernel<NormToFp8<true>, T, 0>,
+                  NormToFp8<true>{p}, all_whole(p));
   });
 }
 

@@ -38,8 +38,8 @@ template <> struct Operation<RmsNorm> : AlwaysIeee {
 
 // RMSNorm, and of the y that it rounds what quantize would make: y need not be stored, and there are no heads and no bias.
 struct RmsNormQuantize : RmsNorm {
-  Rows out, scale;         // scale: where the scales of a row begin, walked with the rows
-  int64_t scale_stride;    // from group to group
+  Rows out, scale;          // scale: where the scales of a row begin, walked with the rows
+  int64_t scale_stride;     // from group to group
   Granularity granularity;  // row, group; or tensor, whose scale is read
   bool power_of_two;
 

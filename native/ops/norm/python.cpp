@@ -126,8 +126,7 @@ Object *call_rmsnorm_quantize(Object *, Object *const *args, intptr_t count, Obj
   if (!scale->present && sound(like, 1) && options.granularity != PYDET_TENSOR) {
     int64_t shape[kDims];
     for (int i = 0; i < like.ndim; ++i) shape[i] = like.shape[i];
-    shape[like.ndim - 1] =
-        options.granularity == PYDET_ROW ? 1 : divide_up(shape[like.ndim - 1], int64_t(kScaleGroup));
+    shape[like.ndim - 1] = options.granularity == PYDET_ROW ? 1 : divide_up(shape[like.ndim - 1], int64_t(kScaleGroup));
     if (!(scale = call.make(like.ndim, shape, int(scale_type)))) return nullptr;
   }
   const int sum_type =

@@ -276,7 +276,8 @@ def _fake_norm(
 ) -> tuple[Tensor, ...]:
     op = "rmsnorm_quantize"
     rows, added, weights = operands(op, x=x, residual=residual, weight=weight)
-    TRACED.norm(op, rows, (added,), weights)
+    TRACED.norm(op, rows, (added,), heads=True)  # a residual may be float32
+    TRACED.norm(op, rows, (), weights)
     if granularity not in ("row", "group"):
         fail(constants.PYDET_INVALID_VALUE, f"{op}: granularity is {granularity!r}, want row or group")
     last = 1 if granularity == "row" else groups(x.shape[-1])
