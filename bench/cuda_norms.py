@@ -118,7 +118,7 @@ def norm_backward(m, n):
 
 
 def norm_quantized(granularity, m, n):
-    """A residual added, the norm, and its y in fp8: in one pass, by the two calls, and a copy of the one pass's bytes."""
+    """A residual added, the norm, and its y in fp8: in one pass, by two calls, and a copy of the one pass's bytes."""
     moved, weight = 7 * m * n, normal(n)
     sets = [(normal(m, n), normal(m, n)) for _ in range(sets_of(moved))]
     options = {"eps": EPS, "granularity": granularity}

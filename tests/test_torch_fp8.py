@@ -85,9 +85,9 @@ def test_norms_quantised(device):
         torch.library.opcheck(OPS.rmsnorm_quantize_residual.default, given, test_utils=checks)
     q = pt.rms_norm_quantize(x[0, :, :17], eps=1e-5)[0]
     assert q.stride() == (32, 1)
-    with pytest.raises(pydet.Error, match="^rmsnorm_quantize: granularity is 'block', want row or group"):
+    with pytest.raises(pydet.Error, match=r"^rmsnorm_quantize: granularity is 'block', want row or group"):
         OPS.rmsnorm_quantize(x.to("meta"), None, 1e-5, 0.0, "block")
-    with pytest.raises((pydet.Error, RuntimeError), match="rmsnorm_quantize"):
+    with pytest.raises(pydet.Error, match=r"^rmsnorm_quantize: an operand requires grad"):
         pt.rms_norm_quantize(x.float().requires_grad_(), eps=1e-5)
 
 

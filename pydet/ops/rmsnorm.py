@@ -149,8 +149,8 @@ def rmsnorm_quantize(
 ) -> tuple[Any, ...]:
     """:func:`rmsnorm`, and :func:`quantize` of its ``y``, in one pass: the bits of the two calls.
 
-    What an fp8 model does ahead of its products: the residual is added, the sum normalised, rounded to the type of ``x``,
-    and that is quantised, without a ``y`` in memory.
+    What an fp8 model does ahead of its products: the residual is added, the sum normalised and rounded to the type of
+    ``x``, and that is quantised, without a ``y`` in memory.
 
     Args:
         x, weight, eps, weight_offset, residual: as in :func:`rmsnorm`; ``weight`` is ``[N]`` or None.
