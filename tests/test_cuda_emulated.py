@@ -646,8 +646,21 @@ def test_grouped_gemm(device, kernel, dtype):
 def test_scaled_gemm(device, kernel, dtype):
     if kernel.arithmetic != "ieee":
         pytest.skip("on tensor cores")
+    if "skinny" in kernel.name:
+        pytest.skip("test_scaled_gemm_of_few_rows")
     device.dtype, device.arithmetic = dtype, "ieee"
     same_products(device, scaled, "scaled_gemm", scaled.problems_of(device))
+
+
+@each("scaled_gemm")
+def test_scaled_gemm_of_few_rows(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    problems = [*scaled.few_rows(dtype)]
+    problems = problems if "skinny" in kernel.name else problems[::7]
+    for problem in problems:
+        assert_same_bits(scaled.run(device.scaled_gemm, problem), problem.expected(), str(problem))
+    assert device.taken == len(problems)
 
 
 @each("scaled_grouped_gemm")

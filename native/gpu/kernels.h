@@ -73,6 +73,10 @@ template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const
 pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &);
 pydet_status scaled_grouped_gemm_ieee_64x64(const ScaledGroupedGemm &);
 
+// any/scaled_skinny_ieee.cu
+bool scaled_skinny_ieee_takes(const ScaledGemm &);
+pydet_status scaled_skinny_ieee(const ScaledGemm &);
+
 // any/quantize.cu
 bool quantize_rows_takes(const Quantize &);
 pydet_status quantize_by_rows(const Quantize &);

@@ -82,7 +82,11 @@ constexpr Kernel<Gemm> kGemm[] = {
 
 constexpr uint64_t kAllOfScaled =
     kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
+constexpr uint64_t kFewScaledRows = kBias | kAccumulate | kOutAlongM | kColumnScales;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
+    Row("hip_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kBuilt, kFewScaledRows)
+        .takes(scaled_skinny_ieee_takes)
+        .launches(scaled_skinny_ieee),
     Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled)
         .launches(scaled_gemm_ieee_64x64),
 };

@@ -127,7 +127,7 @@ template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
       .chooses(scaled_gemm_sm90_choose, tile)
       .launches(scaled_gemm_sm90<tile>);
 }
-constexpr int kScaledOthers = 8;
+constexpr int kScaledOthers = 9;
 template <int... tiles>
 constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
     std::integer_sequence<int, tiles...>) {
@@ -141,6 +141,9 @@ constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scale
       scaled_tile_row<tiles>()...,
       Row(kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
           .launches(scaled_gemm_sm90_rest),
+      Row("cuda_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledSkinny | kOutAlongM)
+          .takes(scaled_skinny_ieee_takes)
+          .launches(scaled_skinny_ieee),
       Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
           .launches(scaled_gemm_ieee_64x64),
   }};
