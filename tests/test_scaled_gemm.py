@@ -149,7 +149,7 @@ def check_equals_reference(scaled_gemm, problems):
 
 
 def few_rows(dtype):
-    """Up to 16 rows in ieee, of whole pieces of 16 along k: around chunks, a round of 16 of them, columns of a block."""
+    """Up to 16 rows in ieee, of pieces of 16 along k: around chunks, a round of 16 of them, columns of a block."""
     b_types, kinds = itertools.cycle(TYPES), itertools.cycle(["any", "near", "specials"])
     scaled = itertools.cycle(
         [*itertools.product(["none", "row", "tensor", "group"], ["none", "row", "block", "group"])]
