@@ -24,6 +24,8 @@ constexpr int kColumns = 16, kChunks = 16, kThreads = kColumns * kChunks;
 constexpr int kPieces = kScaleGroup / 16;  // of 16 bytes, of a chunk
 constexpr int kMostM = 16, kMostRows = 4;  // of a call, of a block
 
+template <Type type> constexpr float kWhole = type == Type::e4m3 ? 256.0f : 1.0f;  // what makes widen's numbers whole
+
 // Four bytes as fp32, of e4m3 2^-8 times too small; what of them is NaN shows in the upper bits of `nan`.
 template <Type type> __device__ __forceinline__ void widen(uint32_t word, float (&to)[4], uint32_t &nan) {
   uint32_t even = word << 8, odd = word;  // fp16's upper bytes: of 0 and 2, of 1 and 3
@@ -34,6 +36,9 @@ template <Type type> __device__ __forceinline__ void widen(uint32_t word, float 
   } else {
     even &= 0xFF00FF00u, odd &= 0xFF00FF00u;
   }
+#if defined(__HIP_PLATFORM_AMD__)  // two fp16 of one register: v_fma_mix_f32 takes either as it is
+  asm("" : "+v"(even), "+v"(odd));
+#endif
   to[0] = f32_from_f16(uint16_t(even)), to[1] = f32_from_f16(uint16_t(odd));
   to[2] = f32_from_f16(uint16_t(even >> 16)), to[3] = f32_from_f16(uint16_t(odd >> 16));
 }
@@ -56,54 +61,58 @@ template <Type type, int rows> __global__ void __launch_bounds__(kThreads)
   if (adds && g.accumulate)
     total = reinterpret_cast<const float *>(g.out.data)[m * g.out.row_stride + n * g.out.col_stride];
 
-  // What a round needs of memory: this thread's chunk of b, 8 bytes of each row of a, and scales.
+  // What a round needs of memory: this thread's chunk of b, and 8 bytes of each row of a.
   uint4 b_next[kPieces] = {};
   uint2 a_next[rows] = {};
-  float scale_next[rows];
   auto fetch = [&](int64_t first) {
-    const int64_t chunk = first + slot, k = chunk * kScaleGroup, k_of_a = first * kScaleGroup + thread * 8;
+    const int64_t k = (first + slot) * kScaleGroup, k_of_a = first * kScaleGroup + thread * 8;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i)
       if (is_column && k + 16 * i < g.k) b_next[i] = *reinterpret_cast<const uint4 *>(b_column + k + 16 * i);
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
+    for (int r = 0; r < rows; ++r)
       if (m0 + r < g.m && k_of_a < g.k)
         a_next[r] = *reinterpret_cast<const uint2 *>(g.a.data + (m0 + r) * g.a.row_stride + k_of_a);
-      scale_next[r] = 1;
-      if (g.along_k && chunk < chunks && m0 + r < g.m && is_column)
-        scale_next[r] = scale_at(g.a_scale, 0, m0 + r, chunk) * scale_at(g.b_scale, 0, n, chunk);
-    }
   };
   fetch(0);
 
   for (int64_t first = 0; first < chunks; first += kChunks) {
     uint4 b[kPieces];
-    float scale[rows];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) b[i] = b_next[i];
+    with_type<kFp8Types>(g.a.type, [&](auto of_a) {
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      scale[r] = scale_next[r];
-      const int chunk_of_a = thread / (kScaleGroup / 8), k_of_a = thread % (kScaleGroup / 8) * 8;
-      float *to = a_stage + chunk_of_a * kChunkPitch + r * kScaleGroup + k_of_a;
-      with_type<kFp8Types>(g.a.type, [&](auto constant) {
+      for (int r = 0; r < rows; ++r) {
+        const int at = thread / (kScaleGroup / 8) * kChunkPitch + r * kScaleGroup + thread % (kScaleGroup / 8) * 8;
+        const uint32_t words[2] = {a_next[r].x, a_next[r].y};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const uint8_t byte = uint8_t((i < 4 ? a_next[r].x : a_next[r].y) >> i % 4 * 8);
-          to[i] = Element<decltype(constant)::value>::to_f32(byte) * (type == Type::e4m3 ? 256.0f : 1.0f);
+        for (int q = 0; q < 2; ++q) {
+          float x[kQuad];
+          uint32_t nan = 0;
+          widen<decltype(of_a)::value>(words[q], x, nan);
+#pragma unroll
+          for (int e = 0; e < kQuad; ++e) {
+            x[e] *= kWhole<decltype(of_a)::value> * kWhole<type>;
+            if (decltype(of_a)::value == Type::e4m3 && (nan >> 8 * e & 0x80)) x[e] = float_of(kNanF32);
+          }
+          *reinterpret_cast<float4 *>(a_stage + at + kQuad * q) = {x[0], x[1], x[2], x[3]};
         }
-      });
-    }
+      }
+    });
     __syncthreads();
     if (first + kChunks < chunks) fetch(first + kChunks);
+    uint32_t a_scale[rows], b_scale = bits_of(1.0f);
+    const int64_t chunk = first + slot;
+    const bool scales = g.along_k && chunk < chunks && is_column;
+    if (scales) b_scale = scale_bits_at(g.b_scale, n, chunk);
+#pragma unroll
+    for (int r = 0; r < rows; ++r)
+      a_scale[r] = scales && m0 + r < g.m ? scale_bits_at(g.a_scale, m0 + r, chunk) : bits_of(1.0f);
 
     float chain[rows] = {};
     uint32_t nan = 0;
-    const int64_t left = g.k - (first + slot) * kScaleGroup;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      if (16 * i >= left) break;
-      const uint32_t words[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
+    auto walk = [&](int piece) {
+      const uint32_t words[4] = {b[piece].x, b[piece].y, b[piece].z, b[piece].w};
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         float w[kQuad];
@@ -111,22 +120,36 @@ template <Type type, int rows> __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int r = 0; r < rows; ++r) {
           float x[kQuad];
-          load_quads(x, a_stage + slot * kChunkPitch + r * kScaleGroup + 16 * i, q, 1);
+          load_quads(x, a_stage + slot * kChunkPitch + r * kScaleGroup + 16 * piece, q, 1);
 #pragma unroll
           for (int e = 0; e < kQuad; ++e) chain[r] = fmaf(x[e], w[e], chain[r]);
         }
       }
+    };
+    const int64_t left = g.k - chunk * kScaleGroup;
+    if (left >= kScaleGroup) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) walk(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        if (16 * i < left) walk(i);
     }
     const bool lost = type == Type::e4m3 && (nan & 0x80808080u);
 #pragma unroll
-    for (int r = 0; r < rows; ++r) sums[slot][r][column] = {scale[r], lost ? float_of(kNanF32) : chain[r]};
+    for (int r = 0; r < rows; ++r)
+      sums[slot][r][column] = {scales ? scale_of_bits(g.a_scale, a_scale[r]) * scale_of_bits(g.b_scale, b_scale) : 1.0f,
+                               lost ? float_of(kNanF32) : chain[r]};
     __syncthreads();
     if (adds) {
       const int count = int(min(chunks - first, int64_t(kChunks)));
+      float2 parts[kChunks];
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) parts[c] = sums[c][slot][column];
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        const float2 part = sums[c][slot][column];
-        if (c < count) total = fmaf(part.x, part.y, total);  // without scales 1: fl(D + s)
+        const float next = fmaf(parts[c].x, parts[c].y, total);  // without scales 1: fl(D + s)
+        total = c < count ? next : total;
       }
     }
   }
