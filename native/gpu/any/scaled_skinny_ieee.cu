@@ -43,7 +43,7 @@ template <Type type> __device__ __forceinline__ void widen(uint32_t word, float 
   to[2] = f32_from_f16(uint16_t(even >> 16)), to[3] = f32_from_f16(uint16_t(odd >> 16));
 }
 
-template <Type type, int rows> __global__ void __launch_bounds__(kThreads)
+template <Type type, int rows> __global__ void __launch_bounds__(kThreads, rows == kMostRows ? 1 : 2)
     scaled_skinny_ieee_kernel(const __grid_constant__ ScaledGemm g) {
   constexpr int kChunkPitch = rows * kScaleGroup + kQuad;  // floats: chunks side by side lie in other banks
   __shared__ __align__(16) float a_stage[kChunks * kChunkPitch];
@@ -143,13 +143,17 @@ template <Type type, int rows> __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     if (adds) {
       const int count = int(min(chunks - first, int64_t(kChunks)));
-      float2 parts[kChunks];
+      constexpr int kAtOnce = 8;  // loads that are waited for together
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) parts[c] = sums[c][slot][column];
+      for (int begin = 0; begin < kChunks; begin += kAtOnce) {
+        float2 parts[kAtOnce];
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const float next = fmaf(parts[c].x, parts[c].y, total);  // without scales 1: fl(D + s)
-        total = c < count ? next : total;
+        for (int c = 0; c < kAtOnce; ++c) parts[c] = sums[begin + c][slot][column];
+#pragma unroll
+        for (int c = 0; c < kAtOnce; ++c) {
+          const float next = fmaf(parts[c].x, parts[c].y, total);  // without scales 1: fl(D + s)
+          total = begin + c < count ? next : total;
+        }
       }
     }
   }
