@@ -66,3 +66,40 @@ def test_signed_fields_say_whether_they_are_zero(width):
         assert (got, bool(scc)) == (want, want != 0), f"{word:x} from {first} on, {count} bits"
     above = 1 << 5 if width == 32 else 1 << 6  # of the offset no more bits count
     assert operation(0xF0, 4 | above | 4 << 16) == (-1, True)
+
+
+class Wave:
+    """Registers alone."""
+
+    def __init__(self, *words):
+        self.v = {number: np.full(gcn.LANES, word, np.uint32) for number, word in enumerate(words)}
+
+    def put(self, number, value):
+        self.v[number] = np.broadcast_to(np.asarray(value, np.uint32), gcn.LANES)
+
+
+@pytest.mark.parametrize("negative", [*itertools.product((False, True), repeat=3)])
+@pytest.mark.parametrize("absolute", [*itertools.product((False, True), repeat=3)])
+def test_signs_of_halves_in_a_mixed_product(negative, absolute):
+    """V_FMA_MIX_F32 of either half of a register and of whole ones: - and | | are of the number that is read."""
+    halves = np.array([[1.5, -2.5], [-3.25, 0.75], [0.5, -8]], np.float16)
+    whole = np.array([5.5, -6.5, 7.5], np.float32)
+    for are_halves, places in itertools.product(
+        itertools.product((0, 1), repeat=3), itertools.product((0, 1), repeat=3)
+    ):
+        words, numbers = [0], []
+        for i in range(3):
+            number = halves[i][places[i]] if are_halves[i] else whole[i]
+            words.append(int(halves[i].view(np.uint32)[0] if are_halves[i] else whole[i : i + 1].view(np.uint32)[0]))
+            number = abs(float(number)) if absolute[i] else float(number)
+            numbers.append(-number if negative[i] else number)
+        named = [
+            "-" * n + "|" * a + f"v{i + 1}" + "|" * a for i, (n, a) in enumerate(zip(negative, absolute, strict=True))
+        ]
+        chosen = [place if half else 0 for place, half in zip(places, are_halves, strict=True)]
+        text = f"v_fma_mix_f32 v0, {', '.join(named)} op_sel:{chosen} op_sel_hi:{list(are_halves)}".replace(", ", ",")
+        action, _ = gcn.instruction(text.replace(",v", ", v").replace(",-", ", -").replace(",|", ", |"))
+        wave = Wave(*words)
+        action(wave)
+        want = np.float32(numbers[0] * numbers[1] + numbers[2])
+        assert wave.v[0].view(np.float32)[0] == want, text

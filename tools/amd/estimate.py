@@ -63,7 +63,7 @@ CHIPS = {
     "gfx90a": Chip("MI250X, one die", 110, 1.7e9, 1.6e12, {"16x16x16": 32, "32x32x8": 64}),
 }
 ISSUE, WIDE, LDS, MEMORY, SCALAR, BARRIER, LAUNCH = 4, 8, 64, 800, 200, 40, 2e-6
-PRODUCTS = ("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32")
+PRODUCTS = ("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32", "v_fma_mix_f32")
 KINDS = ("MFMA", "VALU", "SALU", "LDS", "loads", "stores")
 
 

@@ -1306,7 +1306,11 @@ def vector_alu(name, operands, modifiers):
         operation = fma if "fma" in plain else add_scaled
         return lambda w: w.put(number, operation(a(w), b(w), c(w)))
     if plain in ("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"):
-        number, reads = register(operands[0])[1], [vector(x) for x in operands[1:]]
+        # A sign is that of the number, be it a half.
+        minus = [x.startswith(("-v", "-s", "-|")) for x in operands[1:]]
+        signs = [(U32(M32 >> 1 if "|" in x else M32), U32(m << 31)) for x, m in zip(operands[1:], minus, strict=True)]
+        plainly = [x[m:].strip("|") for x, m in zip(operands[1:], minus, strict=True)]
+        number, reads = register(operands[0])[1], [vector(x) for x in plainly]
         low, high = numbers(modifiers, "op_sel", [0] * 3), numbers(modifiers, "op_sel_hi", [0] * 3)
 
         def mixed(w):
@@ -1314,7 +1318,7 @@ def vector_alu(name, operands, modifiers):
                 bits(half(read(w) >> U32(16 * low[i])).astype(F32)) if high[i] else read(w)
                 for i, read in enumerate(reads)
             ]
-            total = fma(*values)
+            total = fma(*(x & keep ^ flip for x, (keep, flip) in zip(values, signs, strict=True)))
             if plain == "v_fma_mix_f32":
                 w.put(number, total)
             elif plain == "v_fma_mixlo_f16":
