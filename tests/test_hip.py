@@ -578,8 +578,8 @@ def test_rmsnorm_quantize_equals_cpu(hip, dtype):
     """Every team and a row that none holds, by rows, groups and a scale that is given; each instance runs."""
     hip.order = in_reverse
     widths = [("held", n) for n in WIDTHS] + [("general", n) for n in (1, 130, 2056)]
-    given_too = [3] if dtype != "fp32" else []  # there a given scale has instances of its own
-    calls = [(name, n, g) for at, (name, n) in enumerate(widths) for g in ((0, 1, 3)[at % 3], *given_too)]
+    wanted = itertools.cycle([[0], [1], [3]] if dtype == "fp32" else [[0, 3], [1, 3]])  # of halves 3 has its instances
+    calls = [(name, n, granularity) for name, n in widths for granularity in next(wanted)]
     for i, (name, n, granularity) in enumerate(calls):
         x, weight = normal(3, n, dtype=dtype), normal(n)
         residual, found = normal(3, n, dtype=dtype, seed=1) if i % 2 else None, {}

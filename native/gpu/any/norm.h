@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<V>) norm_general_kernel(con
     }
   };
   if constexpr (kQuantizes<P>) {
-    static_assert(!held && kTeams == 1, "a block reads its row again");
+    static_assert(T == kWarp || kTeams == 1, "a warp or a block reads its row again");
     quantize_general<T>(p, at, t, whole, [&](int64_t j, float(&y)[W]) {
       load_eight(row_at(normed, at), normed.type, j, n, whole, y);
       normalize(j, y);

@@ -26,10 +26,12 @@ pydet_status rmsnorm_quantize_held(const RmsNormQuantize &p) {
 
 pydet_status rmsnorm_quantize_general(const RmsNormQuantize &p) {
   const char *name = "rmsnorm_quantize_general";
-  constexpr int T = 256;
   return on_device(name, p, [&] {
-    return launch(blocks_of(name, p, grid_of(p.rows, T), T), norm_general_kernel<NormToFp8<true>, T, 0>,
-                  NormToFp8<true>{p}, all_whole(p));
+    return with_first<GeneralTeam<32, 1>, GeneralTeam<32, 4>, GeneralTeam<256, 0>>(p.n, [&](auto team) {
+      constexpr int T = team.T, kTeams = kBlock<T> / T;
+      return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kTeams), kBlock<T>), kBlock<T>),
+                    norm_general_kernel<NormToFp8<true>, T, team.V>, NormToFp8<true>{p}, all_whole(p));
+    });
   });
 }
 
