@@ -264,19 +264,15 @@ PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const 
                                      const pydet_tensor *weight, const pydet_tensor *y, const pydet_tensor *rstd,
                                      const pydet_tensor *sum, const pydet_rmsnorm_options *options);
 
-/* The same and pydet_quantize of its y in one pass, with the bits of the two calls:
- *   y = round(x rstd (w + weight_offset)) to x's type,   out = y / scale, as pydet_quantize has it
- *
- * x, residual, weight ([N] or NULL), rstd and sum as in pydet_rmsnorm, the rows of all operands with at most two strides
- * left. y NULL, or like x: what is quantised. out like x, e4m3fn or e5m2, elements of a row adjacent. scale fp32 or
- * e8m0fnu, of any strides: written for ROW [..., 1] and GROUP [..., ceil(N/128)]; for TENSOR [], and read. */
+/* The same and pydet_quantize of its y in one pass, with the bits of the two calls. weight [N] or NULL; y, what is
+ * quantised, may be NULL; scale of any strides: ROW [..., 1] or GROUP [..., ceil(N/128)]; or TENSOR [], which is read. */
 typedef struct pydet_rmsnorm_quantize_options {
   uint32_t struct_size;
-  float eps;            /* not negative; 1e-6 if options is NULL */
-  float weight_offset;  /* 1 for models that store w - 1 */
-  int32_t granularity;  /* PYDET_ROW (if options is NULL), PYDET_GROUP, PYDET_TENSOR */
-  int32_t power_of_two; /* 1: the scale is rounded up to a power of two; not with PYDET_TENSOR */
-  int32_t reserved;     /* 0 */
+  float eps;           /* 1e-6 if options is NULL */
+  float weight_offset; /* 1 for models that store w - 1 */
+  int32_t granularity;
+  int32_t power_of_two; /* 1: scales are rounded up to one */
+  int32_t reserved;
   const char *kernel;
 } pydet_rmsnorm_quantize_options;
 
