@@ -141,8 +141,8 @@ def rms_norm_quantize(
     """
     made = weight_offset, granularity, dtype, scale_dtype, power_of_two
     if residual is None:
-        return torch.ops.pydet.rmsnorm_quantize(x, weight, eps, *made)  # type: ignore[no-any-return]
-    return torch.ops.pydet.rmsnorm_quantize_residual(x, residual, weight, eps, *made)  # type: ignore[no-any-return]
+        return torch.ops.pydet.rmsnorm_quantize(x, weight, eps, *made)
+    return torch.ops.pydet.rmsnorm_quantize_residual(x, residual, weight, eps, *made)
 
 
 def layer_norm(

@@ -151,7 +151,7 @@ def _run_norm(
     power_of_two: bool,
 ) -> tuple[Tensor, ...]:
     q = empty_rows(x, tuple(x.shape), FP8[0] if dtype is None else dtype)
-    return _rmsnorm_quantize(  # type: ignore[no-any-return, call-overload]
+    return _rmsnorm_quantize(  # type: ignore[call-overload]
         x,
         weight,
         eps=eps,
