@@ -17,8 +17,9 @@ from reference_fp8 import E4M3, E5M2, E8M0
 
 # Groups of 128 and vectors of 8, one beside each, every team of the GPUs' kernels, lanes that wrap around.
 WIDTHS = [1, 7, 8, 9, 56, 64, 72, 127, 128, 129, 136, 248, 256, 264, 504, 512, 520, 1016, 1024, 1032, 2040, 2048, 2056]
-LONG = [2049, 4096, 4104, 8192, 8200, 16384, 16392]
+LONG = [2049, 3072, 3080, 4096, 4104, 6144, 6152, 8192, 8200, 10240, 12288, 12296, 14336, 14344, 16384, 16392]
 SHAPES = [(m, n) for m, n in zip(itertools.cycle([1, 2, 3, 5, 9, 33]), WIDTHS, strict=False)] + [(2, n) for n in LONG]
+MANY = [(260, 3072), (259, 4096)]  # which GPUs have by other teams
 
 
 def case_of(m, n, dtype, index, kind="normal"):

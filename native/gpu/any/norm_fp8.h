@@ -74,18 +74,16 @@ template <Type type, int V> struct Largest {
 #pragma unroll
       for (uint32_t &bits : word) bits = larger(bits, from_lane_across(bits, apart));
   }
+  // word[at], by halves: a number for an index would put the words into memory.
+  template <int first, int count> __device__ __forceinline__ uint32_t picked(int at) const {
+    if constexpr (first >= kWords) return 0;
+    else if constexpr (count == 1) return word[first];
+    else return at & count / 2 ? picked<first + count / 2, count / 2>(at) : picked<first, count / 2>(at);
+  }
   // Of vector v, as fp32's bits.
   __device__ __forceinline__ uint32_t of(int v) const {
     const int at = kHalves ? v / 2 : v;
-    constexpr int kWhole = kWords <= 2 ? kWords : kWords <= 4 ? 4 : 8;
-    uint32_t left[kWhole] = {};  // by halves: a number for an index would put them into memory
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) left[i] = word[i];
-#pragma unroll
-    for (int half = kWhole / 2; half > 0; half /= 2)
-#pragma unroll
-      for (int i = 0; i < half; ++i) left[i] = at & half ? left[i + half] : left[i];
-    const uint32_t found = left[0];
+    const uint32_t found = picked<0, kWords <= 2 ? kWords : kWords <= 4 ? 4 : 8>(at);
     if constexpr (kHalves) return bits_of(Element<type>::to_f32(uint16_t(v % 2 ? found >> 16 : found)));
     else return found;
   }
