@@ -128,7 +128,8 @@ def problems(operation, name, dtype):
         return
     if operation == "scaled_gemm":
         by_blocks = ((256, 2), "float32"), ((2, 8), "float32")
-        for m, (a_scale, b_scale) in ((256, (None, None)), (64, (None, None)), (256, by_blocks)):
+        none = (None, None)
+        for m, (a_scale, b_scale) in ((256, none), (64, none), (256, by_blocks), (8, none)):
             operands = tensors([(m, 256), a_scale, (256, 1024), b_scale, None, ((m, 1024), "float32")], dtype)
             operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
             given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=128, kernel=name[0])
