@@ -229,6 +229,7 @@ ORDER = {  # how each operation takes its tensors
     "scaled_gemm": ["a", "a_scale", "b", "b_scale", "bias", "out"],
     "quantize": ["x", "out", "scale", "transposed", "transposed_scale"],
     "rmsnorm": ["x", "residual", "weight", "y", "rstd", "sum"],
+    "rmsnorm_quantize": ["x", "residual", "weight", "out", "scale", "y", "rstd", "sum"],
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
     "fold": ["bias", "out"],  # after the parts
     "grouped_gemm": ["a", "b", "bias", "group_start", "group_end", "out"],
@@ -422,6 +423,17 @@ def invoke_python(rng, call):
             keywords["window"] = tuple(None if x < 0 else x for x in (given.window_left, given.window_right))
         keywords |= {name: producers.pop(name) for name in ("sinks", "allowed", "bias", "first_key")}
         keywords |= {name: producers.pop(name) for name in call.outputs}
+    elif call.op == "rmsnorm_quantize":
+        tensors = {**call.inputs, **call.outputs}
+        for name, keyword in (("out", "dtype"), ("scale", "scale_dtype")):
+            dtype = Described(tensors[name]).dtype
+            keywords |= {} if dtype in (None, BOUNDARY) else {keyword: dtype.name}
+        if "scale" in call.inputs:
+            keywords["scale"] = producers["scale"]
+            producers["scale"] = None
+            del keywords["granularity"]
+        keywords["out"] = tuple(producers.pop(name) for name in ("out", "scale", "sum"))
+        keywords |= {name: producers.pop(name) for name in ("y", "rstd")}
     elif call.op == "rmsnorm":
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
     elif call.op == "layernorm":
@@ -471,6 +483,7 @@ def invoke_python(rng, call):
 def python_can(call):
     """The Python function has nothing to make here, for which it would need the caller's framework."""
     fixed = {"rmsnorm": ["y", "rstd"], "layernorm": ["y", "mean", "rstd"], "quantize": ["x", "out", "scale"]}
+    fixed |= {"rmsnorm_quantize": ["x", "out", "scale", *["sum"] * (call.inputs.get("residual") is not None)]}
     fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"], "attention": ["out"]}
     fixed |= {"attention_backward": ["lse", "dq", "dk", "dv"]}
     if call.op in C_ALONE or (call.op == "attention" and call.outputs["lse"] is not None):
@@ -692,10 +705,31 @@ def make_quantize(rng):
     return Call("quantize", inputs, outputs, given)
 
 
+def make_norm_quantize(rng):
+    lead, n = rng.choice([[0], [1], [2], [5], [2, 3], [17], []]), rng.choice([1, 2, 7, 8, 9, 64, 127, 128, 129, 2049])
+    lead = rng.choice([[1], [2], []]) if n > 1000 else lead
+    kind, regions = rng.choice(list(DTYPES.values())), iter(rng.sample(REGIONS, 8))
+    wide = np.dtype(np.float32) if rng.random() < 0.3 else kind
+    maybe = lambda make, chance: make() if rng.random() < chance else None
+    like = lambda of=kind: place(rng, next(regions), lead + [n], of)
+    granularity = rng.choice([0, 1, 3])
+    given = options("pydet_rmsnorm_quantize_options", eps=rng.choice([0.0, 1e-6]), granularity=granularity)
+    given.weight_offset, given.power_of_two = rng.choice([0.0, 1.0]), int(granularity != 3 and rng.random() < 0.3)
+    of_scale = [] if granularity == 3 else lead + [1 if granularity == 0 else reference_fp8.groups(n)]
+    residual = maybe(lambda: like(wide), 0.5)
+    weight = maybe(lambda: place(rng, next(regions), [n], rng.choice(list(DTYPES.values()))), 0.7)
+    outputs = {"out": like(rng.choice(list(FP8.values()))), "y": maybe(like, 0.3)}
+    outputs["scale"] = place(rng, next(regions), of_scale, rng.choice(list(SCALES.values())))
+    outputs["rstd"] = maybe(lambda: contiguous(rng, next(regions), lead, np.dtype(np.float32)), 0.3)
+    outputs["sum"] = like(wide) if residual else None
+    return Call("rmsnorm_quantize", {"x": like(), "residual": residual, "weight": weight}, outputs, given)
+
+
 def settle(call):
-    """The scale of quantize among what its options make it."""
-    if call.op == "quantize":
-        was, is_ = (call.outputs, call.inputs) if chosen(call, "given") else (call.inputs, call.outputs)
+    """The scale of quantize, and of a norm quantised, among what its options make it."""
+    if call.op in ("quantize", "rmsnorm_quantize"):
+        read = chosen(call, "given") if call.op == "quantize" else chosen(call, "granularity") == 3
+        was, is_ = (call.outputs, call.inputs) if read else (call.inputs, call.outputs)
         if "scale" in was:
             is_["scale"] = was.pop("scale")
 
@@ -1558,6 +1592,30 @@ def expected_scaled_gemm(call, before):
     return {"out": result}
 
 
+def expected_norm_quantize(call, before):
+    x, q, scale, granularity = before["x"], before["out"], before["scale"], chosen(call, "granularity")
+    residual, weight, n = before.get("residual"), before.get("weight"), before["x"].shape[-1]
+    expect(x.dtype in DTYPES.values() and q.dtype in FP8.values() and scale.dtype in SCALES.values(), "accepted types")
+    expect(q.shape == x.shape and n > 0 and (weight is None or weight.shape == (n,)), "accepted shapes of", x.shape)
+    expect(granularity in (0, 1, 3), "accepted granularity", granularity)
+    for name in ("y", "sum", "residual"):
+        expect(name not in before or before[name].shape == x.shape, "accepted", name, "of another shape")
+    if 0 in x.shape:
+        return {"out": q}
+    of_norm = {"eps": chosen(call, "eps", np.float32(1e-6)), "weight_offset": chosen(call, "weight_offset")}
+    y, rstd, *total = reference.rmsnorm(x, weight, residual=residual, **of_norm)
+    options = {"granularity": GRANULARITIES[granularity], "dtype": q.dtype}
+    as_rows = lambda t: t.reshape(-1, t.shape[-1])
+    if granularity == 3:
+        results = {"out": reference_fp8.quantize(as_rows(y), scale=scale, **options)[0].reshape(x.shape)}
+    else:
+        options |= {"scale_dtype": scale.dtype, "power_of_two": bool(chosen(call, "power_of_two"))}
+        found = reference_fp8.quantize(as_rows(y), **options)
+        results = {"out": found[0].reshape(x.shape), "scale": found[1].reshape(scale.shape)}
+    results |= {"y": y, "rstd": rstd, **({"sum": total[0]} if total else {})}
+    return {name: result for name, result in results.items() if name in before}
+
+
 def expected_quantize(call, before):
     x, q, scale = before["x"], before["out"], before["scale"]
     granularity, given = GRANULARITIES[chosen(call, "granularity")], bool(chosen(call, "given"))
@@ -2045,6 +2103,7 @@ EXPECTED = {
     "scaled_grouped_gemm": expected_scaled_grouped_gemm,
     "grouped_gemm": expected_grouped_gemm,
     "rmsnorm": expected_rmsnorm,
+    "rmsnorm_quantize": expected_norm_quantize,
     "rmsnorm_backward": expected_rmsnorm_backward,
     "scaled_gemm": expected_scaled_gemm,
     "quantize": expected_quantize,
@@ -2104,7 +2163,15 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1, make_rotary: 1, make_scan: 2}
+    makers |= {
+        make_norm_quantize: 1,
+        make_activation: 1,
+        make_sample: 1,
+        make_embedding: 1,
+        make_head: 1,
+        make_rotary: 1,
+        make_scan: 2,
+    }
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
@@ -2149,7 +2216,7 @@ def run_case(seed, number):
     expect(meaningless_options(call) is None, "accepted", meaningless_options(call))
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
-    fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize")
+    fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize", "rmsnorm_quantize")
     numbers = [x for name, x in before.items() if not name.startswith("group_") and name not in WITHOUT_NUMBERS]
     expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())

@@ -6,6 +6,7 @@ Nothing here shares code with the library: numbers are decoded by ml_dtypes, ste
 import ml_dtypes
 import numpy as np
 
+import reference
 from reference import FLOAT32, fma, groups_of, quiet, round_to, widen
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -187,3 +188,12 @@ def quantize(
         return q, scale
     options = {"granularity": granularity, "dtype": dtype, "scale_dtype": scale_dtype, "power_of_two": power_of_two}
     return q, scale, *quantize(np.ascontiguousarray(x.swapaxes(-1, -2)), **options)
+
+
+def rmsnorm_quantize(
+    x, weight=None, *, eps, weight_offset=0.0, residual=None, granularity="row", scale=None, **options
+):
+    """The two calls: the norm, whose y is of x's type, and its q."""
+    y, _, *total = reference.rmsnorm(x, weight, eps=eps, weight_offset=weight_offset, residual=residual)
+    granularity = granularity if scale is None else "tensor"
+    return *quantize(y, granularity=granularity, scale=scale, **options), *total

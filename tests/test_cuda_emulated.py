@@ -26,6 +26,7 @@ import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
+import test_rmsnorm_quantize as quantized
 import test_rotary as rotary
 import test_sample as samples
 import test_scaled_gemm as scaled
@@ -646,8 +647,21 @@ def test_grouped_gemm(device, kernel, dtype):
 def test_scaled_gemm(device, kernel, dtype):
     if kernel.arithmetic != "ieee":
         pytest.skip("on tensor cores")
+    if "skinny" in kernel.name:
+        pytest.skip("test_scaled_gemm_of_few_rows")
     device.dtype, device.arithmetic = dtype, "ieee"
     same_products(device, scaled, "scaled_gemm", scaled.problems_of(device))
+
+
+@each("scaled_gemm")
+def test_scaled_gemm_of_few_rows(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    problems = [*scaled.few_rows(dtype)]
+    problems = problems if "skinny" in kernel.name else problems[::7]
+    for problem in problems:
+        assert_same_bits(scaled.run(device.scaled_gemm, problem), problem.expected(), str(problem))
+    assert device.taken == len(problems)
 
 
 @each("scaled_grouped_gemm")
@@ -655,6 +669,17 @@ def test_scaled_grouped_gemm(device, kernel, dtype):
     if kernel.arithmetic != "ieee":
         pytest.skip("on tensor cores")
     same_products(device, scaled_groups, "scaled_grouped_gemm", scaled_groups.problems_of(dtype, "ieee"))
+
+
+@each("rmsnorm_quantize")
+def test_rmsnorm_quantize(device, kernel, dtype):
+    """The CPU's cases; the first rows of many, which end inside a block."""
+    shapes = quantized.SHAPES if "held" not in kernel.name else [(m, n) for m, n in quantized.SHAPES if n % 8 == 0] * 2
+    quantized.check(device, dtype, shapes + quantized.MANY[dtype == "fp16" :: 2])
+    taken = device.taken
+    assert taken > len(shapes) // 2, taken
+    quantized.check_strides(device, dtype)
+    assert device.taken == taken + 4
 
 
 @each("quantize")

@@ -129,7 +129,13 @@ def problems(operation, name, dtype):
     if operation == "scaled_gemm":
         none, by_blocks = (None, None), (((256, 2), "float32"), ((2, 8), "float32"))
         fine = ((100, 8), "float32"), ((8, 1024), "float32")
-        for m, (a_scale, b_scale), chunk in ((256, none, 128), (64, none, 128), (256, by_blocks, 128), (100, fine, 32)):
+        for m, (a_scale, b_scale), chunk in (
+            (256, none, 128),
+            (64, none, 128),
+            (256, by_blocks, 128),
+            (8, none, 128),
+            (100, fine, 32),
+        ):
             operands = tensors([(m, 256), a_scale, (256, 1024), b_scale, None, ((m, 1024), "float32")], dtype)
             operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
             given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=chunk, kernel=name[0])
@@ -157,6 +163,11 @@ def problems(operation, name, dtype):
             shapes = [(64, 256), ((64, 256), "float8_e4m3fn"), (of_scale, "float32"), None, None]
             given = capi.options("pydet_quantize_options", granularity=granularity, kernel=name[0])
             yield "pydet_quantize", tensors(shapes, dtype), given
+        return
+    if operation == "rmsnorm_quantize":
+        shapes = [(64, 256), (64, 256), ((256,), "float32"), ((64, 256), "float8_e4m3fn"), ((64, 2), "float32")]
+        given = capi.options("pydet_rmsnorm_quantize_options", eps=1e-6, granularity=1, kernel=name[0])
+        yield "pydet_rmsnorm_quantize", tensors([*shapes, None, None, (64, 256)], dtype), given
         return
     if operation == "attention":
         for queries in (0,) if name[0].endswith("sm90_wide") else (3, 300):  # 0: a pack, whose tiles are counted

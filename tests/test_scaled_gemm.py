@@ -149,6 +149,34 @@ def check_equals_reference(scaled_gemm, problems):
         assert_same_bits(run(scaled_gemm, problem), problem.expected(), str(problem))
 
 
+def few_rows(dtype):
+    """Up to 16 rows in ieee, of pieces of 16 along k: around chunks, a round of 16 of them, columns of a block."""
+    b_types, kinds = itertools.cycle(TYPES), itertools.cycle(["any", "near", "specials"])
+    scaled = itertools.cycle(
+        [*itertools.product(["none", "row", "tensor", "group"], ["none", "row", "block", "group"])]
+    )
+    extras = itertools.cycle(
+        [{}, {"bias": "n bf16"}, {"scale_type": E8M0}, {"out_dtype": "bf16"}, {"out_layout": "col", "bias": "mn fp32"}]
+    )
+    sizes = itertools.product(
+        [(1, 17), (2, 16), (3, 15), (4, 33), (5, 1), (16, 20)], [16, 112, 128, 144, 2032, 2048, 2064, 4224]
+    )
+    for seed, ((m, n), k) in enumerate(sizes):
+        a_scale, b_scale = next(scaled)
+        more = next(extras)
+        if "group" in (a_scale, b_scale) or b_scale == "block" or (a_scale, b_scale) == ("none", "none"):
+            more = more | {"accumulate": seed % 2 == 1 and more.get("out_dtype") is None}
+        yield Scaled(
+            m, n, k, dtype, next(b_types), a_scale, b_scale, arithmetic="ieee", kind=next(kinds), seed=seed,
+            k_chunk=128, **more,
+        )  # fmt: skip
+
+
+def test_few_rows(scaled_gemm_kernel):
+    if scaled_gemm_kernel.arithmetic == "ieee":
+        check_equals_reference(scaled_gemm_kernel.scaled_gemm, few_rows(scaled_gemm_kernel.dtype))
+
+
 # ---- The chip ------------------------------------------------------------------------------------------------------
 
 

@@ -265,6 +265,24 @@ PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const 
                                      const pydet_tensor *weight, const pydet_tensor *y, const pydet_tensor *rstd,
                                      const pydet_tensor *sum, const pydet_rmsnorm_options *options);
 
+/* The same and pydet_quantize of its y in one pass, with the bits of the two calls. weight [N] or NULL; y, what is
+ * quantised, may be NULL; scale of any strides: ROW [..., 1] or GROUP [..., ceil(N/128)]; or TENSOR [], which is read. */
+typedef struct pydet_rmsnorm_quantize_options {
+  uint32_t struct_size;
+  float eps;           /* 1e-6 if options is NULL */
+  float weight_offset; /* 1 for models that store w - 1 */
+  int32_t granularity;
+  int32_t power_of_two; /* 1: scales are rounded up to one */
+  int32_t reserved;
+  const char *kernel;
+} pydet_rmsnorm_quantize_options;
+
+PYDET_API pydet_status pydet_rmsnorm_quantize(void *stream, const pydet_tensor *x, const pydet_tensor *residual,
+                                              const pydet_tensor *weight, const pydet_tensor *out,
+                                              const pydet_tensor *scale, const pydet_tensor *y,
+                                              const pydet_tensor *rstd, const pydet_tensor *sum,
+                                              const pydet_rmsnorm_quantize_options *options);
+
 /* Gradients:
  *   xhat = x rstd,  g = dy (w + weight_offset),  dx = rstd (g - xhat mean(g xhat)) + dresidual
  *   dweight[n] = sum over rows of dy xhat,   dbias[n] = sum over rows of dy

@@ -125,7 +125,7 @@ template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
       .chooses(scaled_gemm_sm90_choose, tile)
       .launches(scaled_gemm_sm90<tile>);
 }
-constexpr int kScaledOthers = 10;
+constexpr int kScaledOthers = 11;
 template <int... tiles>
 constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
     std::integer_sequence<int, tiles...>) {
@@ -143,6 +143,9 @@ constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scale
       Row("cuda_scaled_gemm_sm90_fine", kFp8Types, Arithmetic::sm90, kSm90a, kScaledSkinny | kGroupScales)
           .takes(scaled_fine_sm90_takes)
           .launches(scaled_fine_sm90),
+      Row("cuda_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledSkinny | kOutAlongM)
+          .takes(scaled_skinny_ieee_takes)
+          .launches(scaled_skinny_ieee),
       Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledGemmFeatures)
           .launches(scaled_gemm_ieee_64x64),
   }};
@@ -185,6 +188,15 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
         .launches(rmsnorm_unaligned),
     Row("cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm | kOfHeads)
         .launches(rmsnorm_general),
+};
+
+constexpr uint64_t kAllOfNormQuantize = kAllOfNorm | kGivenScales | kRowScales | kGroupScales;
+constexpr Kernel<RmsNormQuantize> kRmsNormQuantize[] = {
+    Row("cuda_rmsnorm_quantize_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNormQuantize)
+        .takes(rmsnorm_quantize_held_takes)
+        .launches(rmsnorm_quantize_held),
+    Row("cuda_rmsnorm_quantize_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNormQuantize | kWideSum)
+        .launches(rmsnorm_quantize_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
@@ -584,14 +596,14 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
-             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
+  backend.tables = tables(
+      table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+      table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+      table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+      table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+      table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+      table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
+      table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
   return backend;
 }
 
