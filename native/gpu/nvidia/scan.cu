@@ -9,6 +9,7 @@
 #include "contract/elementary.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/scan.h"
+#include "gpu/nvidia/scan_walk.h"
 
 namespace pydet {
 namespace {
@@ -335,6 +336,42 @@ pydet_status selective_scan(const SelectiveScan &p) {
     const auto blocks = [&](int64_t columns) {
       return p.sequences.count * p.groups * divide_up(p.heads / p.groups * p.width, columns);
     };
+    const char *knob = getenv("PYDET_SCAN_OWN");
+    const int knob_own = knob ? knob[0] - '0' : 0, knob_warps = knob ? knob[1] - '0' : 4;
+    if (whole && !p.each_state && knob_own && rows_in_pieces(p.b, p.states) && rows_in_pieces(p.c, p.states) &&
+        (knob_own == 3 || p.width % knob_own == 0)) {
+      pydet_status got = PYDET_UNSUPPORTED;
+      const int knob_turn = knob && knob[1] ? knob[2] - '0' : 2;
+      const auto run = [&](auto own, auto warps, auto held, auto turn) {
+        if (own == knob_own && warps == knob_warps && turn == knob_turn)
+          got = launch_alone("selective_scan", p, blocks(Walk<kRounds, own, warps>::kColumns), 32 * warps,
+                             selective_walk_kernel<kRounds, own, warps, held, turn>);
+      };
+      using std::integral_constant;
+#define RUN(o, w, h, t) \
+  run(integral_constant<int, o>(), integral_constant<int, w>(), integral_constant<int, h>(), integral_constant<int, t>())
+      if constexpr (kRounds == 8) {
+        RUN(2, 4, 1, 2);
+        RUN(2, 4, 1, 4);
+        RUN(2, 4, 1, 8);
+        RUN(1, 4, 2, 4);
+      }
+      if constexpr (kRounds == 4) {
+        RUN(1, 4, 3, 8);
+        RUN(2, 4, 2, 4);
+        RUN(2, 4, 2, 8);
+        RUN(2, 2, 4, 8);
+        RUN(3, 4, 2, 2);
+        RUN(3, 4, 2, 4);
+        RUN(3, 4, 2, 8);
+        RUN(3, 2, 4, 8);
+        RUN(4, 4, 2, 2);
+        RUN(4, 4, 2, 4);
+        RUN(4, 4, 2, 8);
+        RUN(4, 2, 4, 4);
+      }
+      if (got != PYDET_UNSUPPORTED) return got;
+    }
     if constexpr (kRounds <= kMostPairedRounds) {
       constexpr int64_t kColumns = Tile<kRounds, 2>::kColumns;
       if (!p.each_state && whole && pairs_pay<kRounds>(p.device, blocks(Tile<kRounds, 1>::kColumns)))
@@ -354,6 +391,25 @@ pydet_status gated_delta(const GatedDelta &p) {
     constexpr int kRounds = rounds;
     const bool whole = p.keys == kRounds * kScanRound;
     const auto blocks = [&](int64_t columns) { return p.sequences.count * p.heads * divide_up(p.width, columns); };
+    const char *knob = getenv("PYDET_SCAN_OWN");
+    const int knob_own = knob ? knob[0] - '0' : 0, knob_warps = knob ? knob[1] - '0' : 4;
+    if (whole && knob_own && rows_in_pieces(p.q, p.keys) && rows_in_pieces(p.k, p.keys)) {
+      pydet_status got = PYDET_UNSUPPORTED;
+      const int knob_turn = knob && knob[1] ? knob[2] - '0' : 2;
+      const auto run = [&](auto own, auto warps, auto held, auto turn) {
+        if (own == knob_own && warps == knob_warps && turn == knob_turn)
+          got = launch_alone("gated_delta", p, blocks(Walk<kRounds, own, warps>::kColumns), 32 * warps,
+                             delta_walk_kernel<kRounds, own, warps, held, turn>);
+      };
+      using std::integral_constant;
+      if constexpr (kRounds == 4) {
+        RUN(2, 4, 2, 2);
+        RUN(2, 4, 2, 4);
+        RUN(2, 4, 2, 8);
+        RUN(1, 4, 2, 4);
+      }
+      if (got != PYDET_UNSUPPORTED) return got;
+    }
     if constexpr (kRounds <= kMostPairedRounds) {
       constexpr int64_t kColumns = Tile<kRounds, 2>::kColumns;
       if (whole && pairs_pay<kRounds>(p.device, blocks(Tile<kRounds, 1>::kColumns)))

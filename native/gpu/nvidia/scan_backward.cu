@@ -718,7 +718,7 @@ struct RowSums {
   Device device;
   void *stream;
 };
-constexpr int kFinishTokens = 4, kAhead = 16;  // tokens: of a block; whose operands are read before they are added
+constexpr int kFinishTokens = 4;  // of a block
 __global__ void __launch_bounds__(kThreads)
     row_sums_kernel(const __grid_constant__ RowSums p, const __grid_constant__ int64_t blocks) {
   const uint32_t pieces = uint32_t(divide_up(p.sequences.tokens, kFinishTokens));
@@ -767,41 +767,64 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// dA and dD: a thread has a head of a sequence; with a decay for each state dA's states a head at a time.
-__global__ void __launch_bounds__(32)
+// dA and dD: a block has some heads of a sequence, whose terms its threads read some tokens ahead of the two chains.
+constexpr int kSumHeads = 8, kSumTokens = 64, kOwnSums = kSumTokens * kSumHeads / kThreads;
+__global__ void __launch_bounds__(kThreads)
     selective_sums_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
+  __shared__ float terms[2][3][kSumTokens][kSumHeads];
+  enum { kDt, kOfDecay, kOfX };
+  const int own = int(threadIdx.x) % kSumHeads, warp = int(threadIdx.x) / 32;
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t in_sequence = divide_up(p.heads, 32), sequence = block / in_sequence;
-    const int64_t head = block % in_sequence * 32 + threadIdx.x;
-    if (head >= p.heads) continue;
+    const int64_t in_sequence = divide_up(p.heads, kSumHeads), sequence = block / in_sequence;
+    const int64_t head = block % in_sequence * kSumHeads + own, of_group = p.heads / p.groups;
+    const bool mine = head < p.heads;
     const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t before = range.batch * p.sequences.tokens, of_group = p.heads / p.groups;
-    float da = 0.0f, dd = 0.0f;
-    for (int64_t last = range.end - 1; last >= range.begin; last -= kAhead) {
-      LoadedBits dt[kAhead];
-      float of_decay[kAhead], of_x[kAhead];
+    const int64_t before = range.batch * p.sequences.tokens;
+    LoadedBits dt[kOwnSums];
+    float of_decay[kOwnSums], of_x[kOwnSums];
+    const auto load = [&](int64_t last) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int64_t t = last - i;
-        const bool there = t >= range.begin;
+      for (int i = 0; i < kOwnSums; ++i) {
+        const int64_t t = last - (int(threadIdx.x) + i * kThreads) / kSumHeads;
+        const bool there = mine && t >= range.begin;
         dt[i] = bits_at(p.dt, range.batch * p.dt.stride[0] + t * p.dt.stride[1] + head * p.dt.stride[2], there);
         of_decay[i] = there && !p.each_state ? *p.workspace.of_head(1, before + t, head) : 0.0f;
         of_x[i] = there && p.dd.data ? *p.workspace.of_head(2, before + t, head) : 0.0f;
       }
+    };
+    float da = 0.0f, dd = 0.0f;
+    load(range.end - 1);
+    int turn = 0;
+    for (int64_t last = range.end - 1; last >= range.begin; last -= kSumTokens, turn ^= 1) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (last - i >= range.begin) da = fmaf(number_of(p.dt.type, dt[i]), of_decay[i], da), dd = dd + of_x[i];
+      for (int i = 0; i < kOwnSums; ++i) {
+        const int t = (int(threadIdx.x) + i * kThreads) / kSumHeads;
+        terms[turn][kDt][t][own] = number_of(p.dt.type, dt[i]);
+        terms[turn][kOfDecay][t][own] = of_decay[i], terms[turn][kOfX][t][own] = of_x[i];
+      }
+      __syncthreads();
+      load(last - kSumTokens);
+      const int count = last - range.begin + 1 < kSumTokens ? int(last - range.begin + 1) : kSumTokens;
+      if (warp == 0)
+#pragma unroll 16
+        for (int t = 0; t < count; ++t) da = fmaf(terms[turn][kDt][t][own], terms[turn][kOfDecay][t][own], da);
+      if (warp == 1)
+#pragma unroll 16
+        for (int t = 0; t < count; ++t) dd = dd + terms[turn][kOfX][t][own];
+      // The other place is written next, and was read before this turn's barrier.
     }
-    if (p.dd.data) put(p.dd, sequence * p.dd.stride[0] + head * p.dd.stride[1], dd);
+    const bool writes = mine && int(threadIdx.x) % 32 < kSumHeads;
+    if (p.dd.data && writes && warp == 1) put(p.dd, sequence * p.dd.stride[0] + head * p.dd.stride[1], dd);
     const int64_t to = sequence * p.da.stride[0] + head * p.da.stride[1];
-    if (!p.each_state) put(p.da, to, da);
-    for (int64_t n = 0; p.each_state && n < p.states; ++n) {
+    if (!p.each_state && writes && warp == 0) put(p.da, to, da);
+    for (int64_t n = int(threadIdx.x) / kSumHeads; p.each_state && mine && n < p.states; n += kThreads / kSumHeads) {
       float sum = 0.0f;
       for (int64_t c = head % of_group * p.width; c < (head % of_group + 1) * p.width; ++c)
         sum = sum + p.workspace.states_at(sequence, before + range.begin, 0, head / of_group,
                                           c / kColumns)[c % kColumns * p.states + n];
       put(p.da, to + n * p.da.stride[2], sum);
     }
+    __syncthreads();
   }
 }
 
@@ -897,7 +920,7 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
   PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
                           selective_steps_kernel));
-  return launch_blocks(name, p, p.sequences.count * divide_up(p.heads, 32), 32, selective_sums_kernel);
+  return launch_blocks(name, p, p.sequences.count * divide_up(p.heads, kSumHeads), kThreads, selective_sums_kernel);
 }
 
 pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
