@@ -164,6 +164,58 @@ inline bool rows_in_pieces(const Strided &x, int64_t elements) {
          x.stride[2] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % (4 * size_of(x.type)) == 0;
 }
 
+// A tile's rows on their way to shared memory, in pieces of four.
+template <int kTokens, int kElements, int threads> struct Pieces {
+  static constexpr int kOfRow = kElements / 4, kAll = kTokens * kOfRow;
+  static constexpr int kPass = threads / kOfRow;  // tokens at a time
+  static constexpr int kCount = kAll < threads ? 1 : kAll / threads;
+  static_assert(threads % kOfRow == 0);
+  const char *at;
+  int64_t of_token;  // bytes
+  Type type;
+  uint32_t bits[kCount][4];
+
+  __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token)
+      : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type) {
+    at = rows.at(first + threadIdx.x % kOfRow * 4) + (token + threadIdx.x / kOfRow) * of_token;
+  }
+  template <class Bits> __device__ __forceinline__ void load_as(int left) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      Bits got = {};
+      const int token = int(threadIdx.x) / kOfRow + j * kPass;
+      if (token < left && token < kTokens) got = *reinterpret_cast<const Bits *>(at + j * kPass * of_token);
+      memcpy(bits[j], &got, sizeof got);
+    }
+    at += kTokens * of_token;
+  }
+  // Sets out to read the next tile's rows, of which `left` are there.
+  __device__ __forceinline__ void load(int left) {
+    if (type == Type::f32) load_as<uint4>(left);
+    else load_as<uint2>(left);
+  }
+  template <Type of> __device__ __forceinline__ void store_as(float *to) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (kAll < threads && int(threadIdx.x) >= kAll) break;
+      float y[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = bits[j][of == Type::f32 ? i : i / 2];
+        if constexpr (of == Type::f32) y[i] = float_of(word);
+        else if constexpr (of == Type::bf16) y[i] = f32_from_bf16(uint16_t(word >> i % 2 * 16));
+        else y[i] = f32_from_f16(uint16_t(word >> i % 2 * 16));
+      }
+      *reinterpret_cast<float4 *>(to + (j * threads + int(threadIdx.x)) * 4) = make_float4(y[0], y[1], y[2], y[3]);
+    }
+  }
+  __device__ __forceinline__ void store(float *to) const {
+    if (type == Type::f32) store_as<Type::f32>(to);
+    else if (type == Type::bf16) store_as<Type::bf16>(to);
+    else store_as<Type::f16>(to);
+  }
+};
+
 // A column's states, whose elements lie `apart` and are aligned as four where `vectors` says so; what is absent is +0.
 template <int kRounds>
 __device__ __forceinline__ void load_states(const Strided &from, int64_t at, int64_t apart, int left, bool there,

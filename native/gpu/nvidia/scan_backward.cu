@@ -4,6 +4,7 @@
 #include "core/error.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/scan.h"
+#include "gpu/nvidia/scan_tiles.h"
 
 namespace pydet {
 namespace {
@@ -93,14 +94,6 @@ __device__ __forceinline__ void write_parts(const float (&parts)[2][kWarps][kEle
   }
 }
 
-// The chain of a token's numbers from column `first` to before `end`.
-__device__ __forceinline__ float chain_of(const float *terms, int first, int end) {
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int i = first; i < end; ++i) sum = sum + terms[i];
-  return sum;
-}
-
 // A column's states, one behind the other. vectors: all that the rounds have, and aligned.
 template <bool vectors, int kRounds>
 __device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float *to, int64_t states) {
@@ -139,35 +132,6 @@ __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to
 template <bool vectors, int kRounds>
 __device__ __forceinline__ void restore(float (&state)[kRounds][4], const float *from, int64_t states) {
   restore_from<vectors>(state, from + own_column() * states, states);
-}
-
-// Where what is kept of column c at the end of the tile of tokens from `token` on lies: among the parts of the tile's sums.
-__device__ __forceinline__ float *gradient_at(const ScanWorkspace &workspace, int64_t token, int64_t group,
-                                              int64_t block, int c) {
-  return workspace.row(c % 2, token + c / 2, group, block);
-}
-
-// The sequence and tile of the i-th of all kept states.
-struct TileOf {
-  int64_t sequence, from;
-  Sequences::Range range;
-};
-__device__ __forceinline__ TileOf tile_of(const Sequences &sequences, int64_t i, int tokens) {
-  const auto begin = [&](int64_t s) {
-    const Sequences::Range range = sequences.range(s);
-    return (range.batch * sequences.tokens + range.begin) / tokens + s;
-  };
-  int64_t low = 0, high = sequences.count;  // the last sequence that begins no later is one of [low, high)
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (begin(middle) <= i) low = middle;
-    else high = middle;
-  }
-  return {low, (i - begin(low)) * tokens, sequences.range(low)};
-}
-PYDET_HD int64_t tiles_of(const Sequences &sequences, int64_t tokens_of_tile) {
-  const int64_t tokens = sequences.starts ? sequences.tokens : sequences.count * sequences.tokens;
-  return tokens / tokens_of_tile + sequences.count;
 }
 
 // Walks the tokens of a sequence forwards and keeps the states before each tile: fetch(from) sets out to read a tile's
@@ -366,20 +330,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
         for (int i = 0; i < 4; ++i) over[r][i] = fmaf(u, part(b, i), decay_of(decay, dt, r, i) * over[r][i]);
       }
     };
-    // The sums over a head's columns of a tile's tokens: a thread has a token, and those of a head that begins at its column,
-    // or lies there from the block before.
-    const auto add_heads = [&](int64_t from, int count) {
-      for (int i = int(threadIdx.x); i < 3 * kColumns * Tile::kTokens; i += kThreads) {
-        const int t = i % Tile::kTokens, at_column = i / Tile::kTokens % kColumns, which = i / Tile::kTokens / kColumns;
-        if (t >= count || at_column >= columns) continue;
-        const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
-        if (start != at_column && (start > 0 || at_column != 0)) continue;
-        const int ends = start + p.width < columns ? int(start + p.width) : columns;
-        p.workspace.of_head(which, begin + from + t,
-                            summed)[block - summed % (p.heads / p.groups) * p.width / kColumns] =
-            chain_of(tile.terms[t] + which * kColumns, at_column, ends);
-      }
-    };
     constexpr int kJoined = each_state ? 1 : joined_rounds(kRounds);
     int turn = 0;
     int64_t from = of.from;
@@ -445,7 +395,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       __syncthreads();
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
       take_back<whole>(tile, count, kept(from), states, state, step, back);
-      add_heads(from, count);  // behind the last token's barrier
+      add_heads<Tile::kTokens, kThreads>(p, tile.terms, begin + from, count, at_group, columns,
+                                         block);  // behind the last token's barrier
     };
     const auto walk = [&] {
       walk_states<whole>(
@@ -866,23 +817,23 @@ pydet_status check_blocks(const char *name, int64_t blocks) {
 }
 template <class Tile, class Problem>
 pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t),
-                         bool loaded = false) {
+                         bool loaded = false, int threads = kThreads) {
   if (blocks == 0) return PYDET_OK;
   PYDET_TRY(check_blocks(name, blocks));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)),
-                  dim3(unsigned(kThreads))};
+                  dim3(unsigned(threads))};
   where.shared_bytes = sizeof(Tile);
   where.loaded = loaded;
   return launch(where, kernel, p, blocks);
 }
 // Both walks, then the tiles, which are asked for before the walks begin.
-template <class Tile, class Problem>
+template <class WalkTile, class Tile = WalkTile, class Problem>
 pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
-                          int64_t tiles, void (*tile)(Problem, int64_t)) {
+                          int64_t tiles, void (*tile)(Problem, int64_t), int threads = kThreads) {
   PYDET_TRY(check_blocks(name, tiles));
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_back<Tile>(name, p, walks, walk));
-  return launch_back<Tile>(name, p, tiles, tile, true);
+  PYDET_TRY(launch_back<WalkTile>(name, p, walks, walk));
+  return launch_back<Tile>(name, p, tiles, tile, true, threads);
 }
 
 template <class Problem>
@@ -911,10 +862,17 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
       if (p.each_state)
         return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>);
     if constexpr (tiles_apart(kRounds))
-      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c))
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c)) {
+        const char *knob = getenv("PYDET_SCAN_BACK");
+        if constexpr (kRounds == 2 || kRounds == 4)
+          if (p.heads / p.groups * p.width % kColumns == 0 && !(knob && knob[0] == '0'))
+            return launch_apart<Tile, SelectiveTile<kRounds>>(
+                name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
+                blocks * tiles_of(p.sequences, Tile::kTokens), selective_tiles_kernel<kRounds>, kBackThreads);
         return launch_apart<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
                                   blocks * tiles_of(p.sequences, Tile::kTokens),
                                   selective_back_kernel<kRounds, false, Part::tiles>);
+      }
     return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, false, Part::all>);
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));

@@ -66,58 +66,6 @@ struct Stepped {
   }
 };
 
-// A tile's rows on their way to shared memory, in pieces of four.
-template <class Own> struct Pieces {
-  static constexpr int kOfRow = Own::kElements / 4, kAll = Own::kTokens * kOfRow;
-  static constexpr int kPass = Own::kWalkers / kOfRow;  // tokens at a time
-  static constexpr int kCount = kAll < Own::kWalkers ? 1 : kAll / Own::kWalkers;
-  static_assert(Own::kWalkers % kOfRow == 0);
-  const char *at;
-  int64_t of_token;  // bytes
-  Type type;
-  uint32_t bits[kCount][4];
-
-  __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token)
-      : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type) {
-    at = rows.at(first + threadIdx.x % kOfRow * 4) + (token + threadIdx.x / kOfRow) * of_token;
-  }
-  template <class Bits> __device__ __forceinline__ void load_as(int left) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      Bits got = {};
-      const int token = int(threadIdx.x) / kOfRow + j * kPass;
-      if (token < left && token < Own::kTokens) got = *reinterpret_cast<const Bits *>(at + j * kPass * of_token);
-      memcpy(bits[j], &got, sizeof got);
-    }
-    at += Own::kTokens * of_token;
-  }
-  // Sets out to read the next tile's rows, of which `left` are there.
-  __device__ __forceinline__ void load(int left) {
-    if (type == Type::f32) load_as<uint4>(left);
-    else load_as<uint2>(left);
-  }
-  template <Type of> __device__ __forceinline__ void store_as(float *to) const {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      if (kAll < Own::kWalkers && int(threadIdx.x) >= kAll) break;
-      float y[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t word = bits[j][of == Type::f32 ? i : i / 2];
-        if constexpr (of == Type::f32) y[i] = float_of(word);
-        else if constexpr (of == Type::bf16) y[i] = f32_from_bf16(uint16_t(word >> i % 2 * 16));
-        else y[i] = f32_from_f16(uint16_t(word >> i % 2 * 16));
-      }
-      *reinterpret_cast<float4 *>(to + (j * Own::kWalkers + int(threadIdx.x)) * 4) = make_float4(y[0], y[1], y[2], y[3]);
-    }
-  }
-  __device__ __forceinline__ void store(float *to) const {
-    if (type == Type::f32) store_as<Type::f32>(to);
-    else if (type == Type::bf16) store_as<Type::bf16>(to);
-    else store_as<Type::f16>(to);
-  }
-};
-
 // Adds up what a warp's lanes left of a tile's sums: those of token `lane`, of this thread's columns.
 template <class Own, int kOwn>
 __device__ __forceinline__ void join_tile(const float *sums, float (&sum)[kOwn]) {
@@ -196,7 +144,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     const bool brings = Own::brings() && Own::brought_column() < columns;
     const int64_t dt_of_tile = kTokens * p.dt.stride[1] * size_of(p.dt.type);
     LoadedBits x_bits[Own::kNumbers], dt_bits;
-    Pieces<Own> b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
+    Pieces<kTokens, Own::kElements, Own::kWalkers> b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
         c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], range.begin);
     // Both of the next tile, of which `left` tokens are there; beyond it nothing is brought.
     int left = 0;
@@ -347,7 +295,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     };
     Stepped g = gate(p.g), beta = gate(p.beta);
     LoadedBits v_bits[Own::kNumbers], g_bits, beta_bits;
-    Pieces<Own> q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], range.begin),
+    Pieces<kTokens, Own::kElements, Own::kWalkers> q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], range.begin),
         k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], range.begin);
     int64_t of_o = range.batch * p.o.stride[0] + (range.begin + lane) * p.o.stride[1] + head * p.o.stride[2] +
                    (first + own) * p.o.stride[3];

@@ -1,0 +1,300 @@
+// Tiles of recurrences that are taken back (NUMERICS.md, "Scans", "Their gradients"): for states that fill their rounds and
+// blocks of 32 columns that are all there.
+//
+// A thread has four columns, eight apart, of a lane: the first two steps of a sum over the columns are within it, and what
+// is read of a row serves four. The two warps of a block have every other lane of all 32 columns, so that sums over columns
+// need no other warp; a sum over the states comes in halves, which are added at a tile's end.
+#pragma once
+
+#include "contract/elementary.h"
+#include "gpu/nvidia/scan.h"
+
+namespace pydet {
+namespace {
+
+// The chain of a token's numbers from column `first` to before `end`.
+__device__ __forceinline__ float chain_of(const float *terms, int first, int end) {
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int i = first; i < end; ++i) sum = sum + terms[i];
+  return sum;
+}
+
+// Where what is kept of column c at the end of the tile of tokens from `token` on lies: among the parts of the tile's sums.
+__device__ __forceinline__ float *gradient_at(const ScanWorkspace &workspace, int64_t token, int64_t group,
+                                              int64_t block, int c) {
+  return workspace.row(c % 2, token + c / 2, group, block);
+}
+
+// The sequence and tile of the i-th of all kept states.
+struct TileOf {
+  int64_t sequence, from;
+  Sequences::Range range;
+};
+__device__ __forceinline__ TileOf tile_of(const Sequences &sequences, int64_t i, int tokens) {
+  const auto begin = [&](int64_t s) {
+    const Sequences::Range range = sequences.range(s);
+    return (range.batch * sequences.tokens + range.begin) / tokens + s;
+  };
+  int64_t low = 0, high = sequences.count;  // the last sequence that begins no later is one of [low, high)
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (begin(middle) <= i) low = middle;
+    else high = middle;
+  }
+  return {low, (i - begin(low)) * tokens, sequences.range(low)};
+}
+PYDET_HD int64_t tiles_of(const Sequences &sequences, int64_t tokens_of_tile) {
+  const int64_t tokens = sequences.starts ? sequences.tokens : sequences.count * sequences.tokens;
+  return tokens / tokens_of_tile + sequences.count;
+}
+
+// The sums over a head's columns of a tile's tokens: a thread has a token, and those of a head that begins at its column, or
+// lies there from the block before.
+template <int kTokens, int threads>
+__device__ __forceinline__ void add_heads(const SelectiveScanBackward &p, const float (&terms)[kTokens][3 * kColumns + 1],
+                                          int64_t token, int count, int64_t at_group, int columns, int64_t block) {
+  for (int i = int(threadIdx.x); i < 3 * kColumns * kTokens; i += threads) {
+    const int t = i % kTokens, at_column = i / kTokens % kColumns, which = i / kTokens / kColumns;
+    if (t >= count || at_column >= columns) continue;
+    const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
+    if (start != at_column && (start > 0 || at_column != 0)) continue;
+    const int ends = start + p.width < columns ? int(start + p.width) : columns;
+    p.workspace.of_head(which, token + t, summed)[block - summed % (p.heads / p.groups) * p.width / kColumns] =
+        chain_of(terms[t] + which * kColumns, at_column, ends);
+  }
+}
+
+constexpr int kBackThreads = 64, kBackOwn = 4, kBackHeld = 3;  // held: states before tokens, besides the last one's
+
+template <int kRounds> struct SelectiveTile {
+  static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+  // Vectors of what threads leave for a sum over columns: two of a round; four lanes, apart so that no two meet a bank.
+  static constexpr int kLane = 9, kVectors = 4 * kLane;
+  float4 held[kBackHeld][kBackOwn][kRounds][kBackThreads];
+  float rows[2][kTokens][kElements];
+  float numbers[5][kTokens][kColumns];  // the four columns of a thread are neighbours
+  float4 parts[2][2 * kRounds][kVectors];
+  float halves[2][kTokens][2][kColumns];  // of two sums over the states
+  float terms[kTokens][3 * kColumns + 1];
+};
+
+// Where the number of column c lies: those 8 apart are neighbours.
+__device__ __forceinline__ int beside(int c) { return c % 8 * kBackOwn + c / 8; }
+
+template <int kRounds>
+__global__ void __launch_bounds__(kBackThreads, 2)
+    selective_tiles_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
+  using Tile = SelectiveTile<kRounds>;
+  constexpr int kTokens = Tile::kTokens, kElements = Tile::kElements, kAtOnce = kBackThreads / kColumns;
+  enum { kX, kDt, kU, kDecay, kDy };
+  extern __shared__ __align__(16) char shared[];
+  Tile &tile = *reinterpret_cast<Tile *>(shared);
+  const int warp = int(threadIdx.x) / 32, set = int(threadIdx.x) % 8, quad = int(threadIdx.x) % 32 / 8;
+  const int first_state = (2 * quad + warp) * kScanLaneElements;  // of a round
+  const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
+  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
+    const TileOf of = tile_of(p.sequences, outer, kTokens);
+    const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
+    if (of.from >= tokens) continue;
+    const int count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
+    const int at_group = int(group * of_group + block * kColumns), width = int(p.width);
+    const int64_t token = of.range.begin + of.from;  // the tile's first
+
+    // ---- Its operands ----
+    {
+      using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
+      RowsHere b_rows(p.b, of.range.batch * p.b.stride[0] + group * p.b.stride[2], token),
+          c_rows(p.c, of.range.batch * p.c.stride[0] + group * p.c.stride[2], token);
+      b_rows.load(count), c_rows.load(count);
+      const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
+      const float a = element(p.a, head * p.a.stride[0]);
+      const auto at = [&](const Strided &x) { return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2]; };
+      const int64_t of_x = at(p.x) + column * p.x.stride[3], of_dy = at(p.dy) + column * p.dy.stride[3], of_dt = at(p.dt);
+#pragma unroll 4
+      for (int i = 0; i < kTokens / kAtOnce; ++i) {
+        const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
+        const bool there = t < count;
+        const float x = number_of(p.x.type, bits_at(p.x, of_x + t * p.x.stride[1], there));
+        const float dt = number_of(p.dt.type, bits_at(p.dt, of_dt + t * p.dt.stride[1], there));
+        const float dy = number_of(p.dy.type, bits_at(p.dy, of_dy + t * p.dy.stride[1], there));
+        const auto put_number = [&](int which, float number) { tile.numbers[which][t][beside(c)] = number; };
+        put_number(kX, x), put_number(kDt, dt), put_number(kU, dt * x), put_number(kDecay, exp_f32(dt * a));
+        put_number(kDy, dy);
+      }
+      b_rows.store(&tile.rows[0][0][0]), c_rows.store(&tile.rows[1][0][0]);
+    }
+
+    // ---- Its states and gradients ----
+    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
+    const float *const kept =
+        p.workspace.states_at(of.sequence, begin, of.from, group, block) + set * kElements + first_state;
+    const auto restore = [&](const float *from) {
+#pragma unroll
+      for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 got = *reinterpret_cast<const float4 *>(from + k * 8 * kElements + r * kScanRound);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
+        }
+    };
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k) {
+      const int c = set + 8 * k;
+      if (of.from + kTokens < tokens) {
+        const float *const from = gradient_at(p.workspace, begin + of.from, group, block, c) + first_state;
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
+        }
+      } else {
+        const int head = (at_group + c) / width, column = (at_group + c) % width;
+        const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] + column * p.dfinal.stride[2];
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            gradient[k][r][i] =
+                p.dfinal.data ? *reinterpret_cast<const float *>(
+                                    p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[3]))
+                              : 0.0f;
+      }
+    }
+    __syncthreads();  // gradients lie where sums will
+
+    const auto four = [&](int which, int t, float(&x)[kBackOwn]) {
+      const float4 got = *reinterpret_cast<const float4 *>(&tile.numbers[which][t][set * kBackOwn]);
+#pragma unroll
+      for (int k = 0; k < kBackOwn; ++k) x[k] = part(got, k);
+    };
+    const auto vector = [&](int which, int t, int r) {
+      return *reinterpret_cast<const float4 *>(&tile.rows[which][t][r * kScanRound + first_state]);
+    };
+    const auto step = [&](int t) {
+      float u[kBackOwn], decay[kBackOwn];
+      four(kU, t, u), four(kDecay, t, decay);
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 b = vector(0, t, r);
+#pragma unroll
+        for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(u[k], part(b, i), decay[k] * state[k][r][i]);
+      }
+    };
+    // Of a thread's four sums over the columns.
+    const int of_token = int(p.workspace.groups * p.workspace.blocks) * kElements;
+    float *const sums_to =
+        p.workspace.row(int(threadIdx.x) % 32 / (4 * kRounds) % 2, begin + of.from, group, block) +
+        int(threadIdx.x) / 4 % kRounds * kScanRound + (2 * (int(threadIdx.x) % 4) + warp) * kScanLaneElements;
+    const auto back = [&](int t) {
+      float u[kBackOwn], decay[kBackOwn], dy[kBackOwn], sums[2][kBackOwn] = {};
+      four(kU, t, u), four(kDecay, t, decay), four(kDy, t, dy);
+      float4 next_b = vector(0, t, 0), next_c = vector(1, t, 0);  // read before sums are stored, which they could not pass
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 b = next_b, c = next_c;
+        if (r + 1 < kRounds) next_b = vector(0, t, r + 1), next_c = vector(1, t, r + 1);
+        float of_b[4], of_c[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float terms[2][kBackOwn];
+#pragma unroll
+          for (int k = 0; k < kBackOwn; ++k) {
+            const float g = fmaf(part(c, i), dy[k], gradient[k][r][i]), old = decay[k] * state[k][r][i];
+            sums[0][k] = fmaf(part(b, i), g, sums[0][k]), sums[1][k] = fmaf(g, old, sums[1][k]);
+            terms[0][k] = u[k] * g, terms[1][k] = dy[k] * fmaf(u[k], part(b, i), old);
+            gradient[k][r][i] = decay[k] * g;
+          }
+          of_b[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
+          of_c[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
+        }
+        float4 *const to = &tile.parts[warp][r][quad * Tile::kLane + set];
+        to[0] = make_float4(of_b[0], of_b[1], of_b[2], of_b[3]);
+        to[kRounds * Tile::kVectors] = make_float4(of_c[0], of_c[1], of_c[2], of_c[3]);
+      }
+      // This warp's lanes of the sums over the states: a thread comes to have two columns of one.
+      const bool second = quad & 2, odd = quad & 1;
+      float half[kBackOwn], quarter[2];
+#pragma unroll
+      for (int k = 0; k < kBackOwn; ++k)
+        half[k] = (second ? sums[1][k] : sums[0][k]) + gpu_shfl_xor(second ? sums[0][k] : sums[1][k], 16, 32);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        quarter[k] = (odd ? half[k + 2] : half[k]) + gpu_shfl_xor(odd ? half[k] : half[k + 2], 8, 32);
+      *reinterpret_cast<float2 *>(&tile.halves[warp][t][second][set * kBackOwn + (odd ? 2 : 0)]) =
+          make_float2(quarter[0], quarter[1]);
+      __syncwarp();
+      if (kRounds == 4 || int(threadIdx.x) % 32 < 8 * kRounds) {
+        const float4 *const from = &tile.parts[warp][int(threadIdx.x) % 32 / 4][int(threadIdx.x) % 4 * Tile::kLane];
+        float4 s[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) s[c] = from[c];
+        const auto sum = [&](int i) {
+          const auto at = [&](int c) { return part(s[c], i); };
+          return ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
+        };
+        *reinterpret_cast<float4 *>(sums_to + t * of_token) = make_float4(sum(0), sum(1), sum(2), sum(3));
+      }
+      __syncwarp();
+    };
+    constexpr int kSome = kBackHeld + 1;
+#pragma unroll 1
+    for (int low = (count - 1) / kSome * kSome; low >= 0; low -= kSome) {
+      restore(kept);
+      const int end = low + kSome < count ? low + kSome : count;
+#pragma unroll 1
+      for (int t = 0; t < end - 1; ++t) {
+        if (t >= low)
+#pragma unroll
+          for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+            for (int r = 0; r < kRounds; ++r)
+              tile.held[t - low][k][r][threadIdx.x] =
+                  make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
+        step(t);
+      }
+#pragma unroll 1
+      for (int t = end - 1; t >= low; --t) {
+        if (t < end - 1)
+#pragma unroll
+          for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+            for (int r = 0; r < kRounds; ++r) {
+              const float4 got = tile.held[t - low][k][r][threadIdx.x];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
+            }
+        back(t);
+      }
+    }
+    __syncthreads();
+
+    // ---- The sums over the states, whole, and those of heads ----
+    {
+      const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
+      const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
+      const int64_t of_dx =
+          of.range.batch * p.dx.stride[0] + token * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
+      for (int t = int(threadIdx.x) / kColumns; t < count; t += kAtOnce) {
+        const int at = beside(c);
+        const float v = tile.halves[0][t][0][at] + tile.halves[1][t][0][at];
+        const float l = tile.halves[0][t][1][at] + tile.halves[1][t][1][at];
+        const float x = tile.numbers[kX][t][at], dt = tile.numbers[kDt][t][at], dy = tile.numbers[kDy][t][at];
+        put(p.dx, of_dx + t * p.dx.stride[1], p.d.data ? fmaf(dt, v, d * dy) : dt * v);
+        float *const terms = tile.terms[t] + c;
+        terms[0] = x * v, terms[kColumns] = l, terms[2 * kColumns] = dy * x;
+      }
+    }
+    __syncthreads();
+    add_heads<kTokens, kBackThreads>(p, tile.terms, begin + of.from, count, at_group, kColumns, block);
+    __syncthreads();
+  }
+}
+
+}  // namespace
+}  // namespace pydet
