@@ -177,6 +177,9 @@ template <int kTokens, int kElements, int threads> struct Pieces {
 
   __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token)
       : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type) {
+    go_to(rows, first, token);
+  }
+  __device__ __forceinline__ void go_to(const Strided &rows, int64_t first, int64_t token) {
     at = rows.at(first + threadIdx.x % kOfRow * 4) + (token + threadIdx.x / kOfRow) * of_token;
   }
   template <class Bits> __device__ __forceinline__ void load_as(int left) {

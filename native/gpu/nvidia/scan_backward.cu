@@ -94,37 +94,6 @@ __device__ __forceinline__ void write_parts(const float (&parts)[2][kWarps][kEle
   }
 }
 
-// A column's states, one behind the other. vectors: all that the rounds have, and aligned.
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float *to, int64_t states) {
-  float *const own = to + scan_lane() * kScanLaneElements;
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if constexpr (vectors)
-      *reinterpret_cast<float4 *>(own + r * kScanRound) =
-          make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
-    else
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
-  }
-}
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const float *from, int64_t states) {
-  const float *own = from + scan_lane() * kScanLaneElements;
-  make_opaque(own);  // else a place of each round would be kept
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if constexpr (vectors) {
-      const float4 got = *reinterpret_cast<const float4 *>(own + r * kScanRound);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
-    }
-  }
-}
 template <bool vectors, int kRounds>
 __device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to, int64_t states) {
   keep_at<vectors>(state, to + own_column() * states, states);
@@ -827,13 +796,22 @@ pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, voi
   return launch(where, kernel, p, blocks);
 }
 // Both walks, then the tiles, which are asked for before the walks begin.
-template <class WalkTile, class Tile = WalkTile, class Problem>
+template <class Tile, class Problem>
 pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
-                          int64_t tiles, void (*tile)(Problem, int64_t), int threads = kThreads) {
+                          int64_t tiles, void (*tile)(Problem, int64_t)) {
   PYDET_TRY(check_blocks(name, tiles));
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_back<WalkTile>(name, p, walks, walk));
-  return launch_back<Tile>(name, p, tiles, tile, true, threads);
+  PYDET_TRY(launch_back<Tile>(name, p, walks, walk));
+  return launch_back<Tile>(name, p, tiles, tile, true);
+}
+// The same by threads of several columns.
+template <class Tile, class Problem>
+pydet_status launch_wide(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
+                         int64_t tiles, void (*tile)(Problem, int64_t)) {
+  PYDET_TRY(check_blocks(name, tiles));
+  PYDET_TRY(load(name, tile, sizeof(Tile)));
+  PYDET_TRY(launch_blocks(name, p, walks, kWalkThreads, walk));
+  return launch_back<Tile>(name, p, tiles, tile, true, kBackThreads);
 }
 
 template <class Problem>
@@ -866,9 +844,9 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
         const char *knob = getenv("PYDET_SCAN_BACK");
         if constexpr (kRounds == 2 || kRounds == 4)
           if (p.heads / p.groups * p.width % kColumns == 0 && !(knob && knob[0] == '0'))
-            return launch_apart<Tile, SelectiveTile<kRounds>>(
-                name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
-                blocks * tiles_of(p.sequences, Tile::kTokens), selective_tiles_kernel<kRounds>, kBackThreads);
+            return launch_wide<SelectiveTile<kRounds>>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>,
+                                                       blocks * tiles_of(p.sequences, Tile::kTokens),
+                                                       selective_tiles_kernel<kRounds>);
         return launch_apart<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
                                   blocks * tiles_of(p.sequences, Tile::kTokens),
                                   selective_back_kernel<kRounds, false, Part::tiles>);

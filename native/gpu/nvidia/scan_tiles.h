@@ -65,7 +65,38 @@ __device__ __forceinline__ void add_heads(const SelectiveScanBackward &p, const 
   }
 }
 
-constexpr int kBackThreads = 64, kBackOwn = 4, kBackHeld = 3;  // held: states before tokens, besides the last one's
+// A column's states, one behind the other. vectors: all that the rounds have, and aligned.
+template <bool vectors, int kRounds>
+__device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float *to, int64_t states) {
+  float *const own = to + scan_lane() * kScanLaneElements;
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    if constexpr (vectors)
+      *reinterpret_cast<float4 *>(own + r * kScanRound) =
+          make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
+    else
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
+  }
+}
+template <bool vectors, int kRounds>
+__device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const float *from, int64_t states) {
+  const float *own = from + scan_lane() * kScanLaneElements;
+  make_opaque(own);  // else a place of each round would be kept
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    if constexpr (vectors) {
+      const float4 got = *reinterpret_cast<const float4 *>(own + r * kScanRound);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
+    }
+  }
+}
+constexpr int kWalkThreads = 128, kBackThreads = 64, kBackOwn = 4, kBackHeld = 3;  // held: states before tokens, besides the last one's
 
 template <int kRounds> struct SelectiveTile {
   static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
@@ -292,6 +323,133 @@ __global__ void __launch_bounds__(kBackThreads, 2)
     }
     __syncthreads();
     add_heads<kTokens, kBackThreads>(p, tile.terms, begin + of.from, count, at_group, kColumns, block);
+    __syncthreads();
+  }
+}
+
+// The two walks: of the states forwards, which are kept before each tile, and of their gradients backwards, kept behind each
+// but the last. A thread has two columns of a lane.
+template <int kRounds>
+__global__ void __launch_bounds__(kWalkThreads, 3)
+    selective_walks_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
+  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+  constexpr int kTurn = 8, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
+  struct Shared {
+    float rows[2][kTokens][kElements];
+    float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
+  };
+  __shared__ __align__(16) Shared shared;
+  const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
+  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, lane = scan_lane();
+  const int width = int(p.width);
+  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
+    const bool backwards = outer % 2;
+    const int64_t sequence = outer / 2;
+    const Sequences::Range range = p.sequences.range(sequence);
+    const int64_t tokens = range.end - range.begin, begin = range.batch * p.sequences.tokens + range.begin;
+    const int at_group = int(group * of_group + block * kColumns);
+    const Strided &rows_of = backwards ? p.c : p.b, &numbers_of = backwards ? p.dy : p.x;
+    const Strided &given = backwards ? p.dfinal : p.initial;
+    float state[kOwn][kRounds][kScanLaneElements];
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int head = (at_group + own + k) / width, column = (at_group + own + k) % width;
+      load_states(given, sequence * given.stride[0] + head * given.stride[1] + column * given.stride[2], given.stride[3],
+                  left_of(kElements), given.data != nullptr, whole_vectors(given, kElements, true), state[k]);
+    }
+    const auto keep_own = [&](float *to) {  // the first of a block's columns
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) keep_at<true>(state[k], to + (own + k) * kElements, kElements);
+    };
+    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
+    const int64_t kept_apart = p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+
+    // What a thread brings: rows, and numbers of a column.
+    const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
+    const int first_token = int(threadIdx.x) / kColumns;
+    const float a = element(p.a, head * p.a.stride[0]);
+    const int64_t of_number = range.batch * numbers_of.stride[0] + head * numbers_of.stride[2] +
+                              column * numbers_of.stride[3],
+                  of_dt = range.batch * p.dt.stride[0] + head * p.dt.stride[2],
+                  of_rows = range.batch * rows_of.stride[0] + group * rows_of.stride[2];
+    LoadedBits bits[kNumbers], dt_bits[kNumbers];
+    Pieces<kTokens, kElements, kWalkers> rows(rows_of, of_rows, range.begin);
+    int left = 0;
+    const auto load = [&](int64_t from) {
+      left = tokens - from < kTokens ? int(tokens - from) : kTokens;
+      rows.go_to(rows_of, of_rows, range.begin + from);
+      rows.load(left);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        const int64_t t = range.begin + from + first_token + i * kAtOnce;
+        const bool there = first_token + i * kAtOnce < left;
+        bits[i] = bits_at(numbers_of, of_number + t * numbers_of.stride[1], there);
+        dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], there);
+      }
+    };
+    const auto store = [&](int turn) {
+      rows.store(&shared.rows[turn][0][0]);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        const int t = first_token + i * kAtOnce;
+        const float number = number_of(numbers_of.type, bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
+        // An absent token leaves the states as they are.
+        shared.numbers[turn][t][c] = t < left ? make_float2(backwards ? number : dt * number, exp_f32(dt * a))
+                                              : make_float2(-0.0f, 1.0f);
+      }
+    };
+    const auto take = [&](int turn, int t, bool back) {
+      const float4 numbers = *reinterpret_cast<const float4 *>(&shared.numbers[turn][t][own]);
+      const float x[kOwn] = {numbers.x, numbers.z}, decay[kOwn] = {numbers.y, numbers.w};
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 row = vector_of(shared.rows[turn][t], r);
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k)
+#pragma unroll
+          for (int i = 0; i < kScanLaneElements; ++i) {
+            float &s = state[k][r][i];
+            s = back ? decay[k] * fmaf(part(row, i), x[k], s) : fmaf(x[k], part(row, i), decay[k] * s);
+          }
+      }
+    };
+    const int64_t last = (tokens - 1) / kTokens * kTokens;  // the last tile
+    if (tokens > 0 && (backwards || last > 0)) load(backwards ? last : 0), store(0);
+    int turn = 0;
+    for (int64_t i = 0; tokens > 0 && i <= last; i += kTokens, turn ^= 1) {
+      const int64_t from = backwards ? last - i : i;
+      if (!backwards) {
+        keep_own(first_kept + from / kTokens * kept_apart);
+        if (from == last) break;  // nothing needs what follows
+      }
+      const bool more = backwards ? from > 0 : from + kTokens < last;
+      __syncthreads();
+      if (more) load(backwards ? from - kTokens : from + kTokens);
+#pragma unroll 1
+      for (int t = 0; t < kTokens; t += kTurn) {
+        if (t + kTurn == kTokens && more) store(turn ^ 1);
+        if (backwards) {
+#pragma unroll
+          for (int of = 0; of < kTurn; ++of) take(turn, kTokens - 1 - t - of, true);
+        } else {
+#pragma unroll
+          for (int of = 0; of < kTurn; ++of) take(turn, t + of, false);
+        }
+      }
+      if (backwards && from > 0)
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k)
+          keep_at<true>(state[k], gradient_at(p.workspace, begin + from - kTokens, group, block, own + k), kElements);
+    }
+    if (p.dinitial.data && backwards)
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int of_head = (at_group + own + k) / width, of_column = (at_group + own + k) % width;
+        store_states(p.dinitial,
+                     sequence * p.dinitial.stride[0] + of_head * p.dinitial.stride[1] + of_column * p.dinitial.stride[2],
+                     p.dinitial.stride[3], left_of(kElements), whole_vectors(p.dinitial, kElements, true), state[k]);
+      }
     __syncthreads();
   }
 }
