@@ -784,14 +784,14 @@ pydet_status check_blocks(const char *name, int64_t blocks) {
   return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns, want at most 2147483647", name,
               static_cast<long long>(blocks));
 }
-template <class Tile, class Problem>
+template <class Problem>
 pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t),
-                         bool loaded = false, int threads = kThreads) {
+                         size_t bytes, bool loaded = false, int threads = kThreads) {
   if (blocks == 0) return PYDET_OK;
   PYDET_TRY(check_blocks(name, blocks));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)),
                   dim3(unsigned(threads))};
-  where.shared_bytes = sizeof(Tile);
+  where.shared_bytes = bytes;
   where.loaded = loaded;
   return launch(where, kernel, p, blocks);
 }
@@ -801,17 +801,17 @@ pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, voi
                           int64_t tiles, void (*tile)(Problem, int64_t)) {
   PYDET_TRY(check_blocks(name, tiles));
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_back<Tile>(name, p, walks, walk));
-  return launch_back<Tile>(name, p, tiles, tile, true);
+  PYDET_TRY(launch_back(name, p, walks, walk, sizeof(Tile)));
+  return launch_back(name, p, tiles, tile, sizeof(Tile), true);
 }
 // The same by threads of several columns.
 template <class Tile, class Problem>
 pydet_status launch_wide(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
-                         int64_t tiles, void (*tile)(Problem, int64_t)) {
+                         size_t walk_bytes, int64_t tiles, void (*tile)(Problem, int64_t)) {
   PYDET_TRY(check_blocks(name, tiles));
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_blocks(name, p, walks, kWalkThreads, walk));
-  return launch_back<Tile>(name, p, tiles, tile, true, kBackThreads);
+  PYDET_TRY(launch_back(name, p, walks, walk, walk_bytes, false, kWalkThreads));
+  return launch_back(name, p, tiles, tile, sizeof(Tile), true, kBackThreads);
 }
 
 template <class Problem>
@@ -838,20 +838,20 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
     using Tile = BackTile<kRounds>;
     if constexpr (kRounds * kScanRound <= kMostOwnRates)
       if (p.each_state)
-        return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>);
+        return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>, sizeof(Tile));
     if constexpr (tiles_apart(kRounds))
       if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c)) {
         const char *knob = getenv("PYDET_SCAN_BACK");
         if constexpr (kRounds == 2 || kRounds == 4)
           if (p.heads / p.groups * p.width % kColumns == 0 && !(knob && knob[0] == '0'))
-            return launch_wide<SelectiveTile<kRounds>>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>,
+            return launch_wide<SelectiveTile<kRounds>>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>, 0,
                                                        blocks * tiles_of(p.sequences, Tile::kTokens),
                                                        selective_tiles_kernel<kRounds>);
         return launch_apart<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
                                   blocks * tiles_of(p.sequences, Tile::kTokens),
                                   selective_back_kernel<kRounds, false, Part::tiles>);
       }
-    return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, false, Part::all>);
+    return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, false, Part::all>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
   PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
@@ -868,11 +868,18 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
     if constexpr (tiles_apart(kRounds))
-      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k))
+      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k)) {
+        const char *knob = getenv("PYDET_SCAN_BACK");
+        if constexpr (kRounds == 2 || kRounds == 4)
+          if (p.width % kColumns == 0 && !(knob && knob[0] == '0'))
+            return launch_wide<DeltaTile<kRounds>>(name, p, blocks * count * 2, delta_walks_kernel<kRounds>,
+                                                   kDeltaWalkBytes<kRounds>, blocks * tiles_of(p.sequences, Tile::kTokens),
+                                                   delta_tiles_kernel<kRounds>);
         return launch_apart<Tile>(name, p, blocks * count * 2, delta_back_kernel<kRounds, Part::walks>,
                                   blocks * tiles_of(p.sequences, Tile::kTokens),
                                   delta_back_kernel<kRounds, Part::tiles>);
-    return launch_back<Tile>(name, p, blocks * count, delta_back_kernel<kRounds, Part::all>);
+      }
+    return launch_back(name, p, blocks * count, delta_back_kernel<kRounds, Part::all>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.dq, p.dk));
   return launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,

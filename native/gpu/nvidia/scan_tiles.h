@@ -98,17 +98,114 @@ __device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const f
 }
 constexpr int kWalkThreads = 128, kBackThreads = 64, kBackOwn = 4, kBackHeld = 3;  // held: states before tokens, besides the last one's
 
-template <int kRounds> struct SelectiveTile {
-  static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+// What a tile's block has in shared memory: `numbers` of each token and column, `sums` over the states of each.
+template <int kRounds, int numbers_of, int sums_of> struct WideTile {
+  static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements), kSums = sums_of;
   // Vectors of what threads leave for a sum over columns: two of a round; four lanes, apart so that no two meet a bank.
   static constexpr int kLane = 9, kVectors = 4 * kLane;
   float4 held[kBackHeld][kBackOwn][kRounds][kBackThreads];
   float rows[2][kTokens][kElements];
-  float numbers[5][kTokens][kColumns];  // the four columns of a thread are neighbours
+  float numbers[numbers_of][kTokens][kColumns];  // the four columns of a thread are neighbours
   float4 parts[2][2 * kRounds][kVectors];
-  float halves[2][kTokens][2][kColumns];  // of two sums over the states
+  float halves[2][kTokens][sums_of][kColumns];
   float terms[kTokens][3 * kColumns + 1];
+
+  // This thread's warp; its columns, 8 apart from the first one; its lane, the first of whose states of a round is this.
+  static __device__ __forceinline__ int warp() { return int(threadIdx.x) / 32; }
+  static __device__ __forceinline__ int set() { return int(threadIdx.x) % 8; }
+  static __device__ __forceinline__ int quad() { return int(threadIdx.x) % 32 / 8; }
+  static __device__ __forceinline__ int first_state() { return (2 * quad() + warp()) * kScanLaneElements; }
+
+  __device__ __forceinline__ void four(int which, int t, float (&x)[kBackOwn]) const {
+    const float4 got = *reinterpret_cast<const float4 *>(&numbers[which][t][set() * kBackOwn]);
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k) x[k] = part(got, k);
+  }
+  __device__ __forceinline__ float4 vector(int which, int t, int r) const {
+    return *reinterpret_cast<const float4 *>(&rows[which][t][r * kScanRound + first_state()]);
+  }
+  // Leaves this thread's sums over its columns of four states of round r.
+  __device__ __forceinline__ void leave(int which, int r, const float (&sum)[4]) {
+    parts[warp()][which * kRounds + r][quad() * kLane + set()] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  }
+  // Adds up what the warp's threads left of a token's two sums; where the workspace wants this thread's four states of the
+  // tile's first token, and how far from there those of the next lie.
+  static __device__ __forceinline__ float *sums_to(const ScanWorkspace &workspace, int64_t token, int64_t group,
+                                                   int64_t block) {
+    return workspace.row(int(threadIdx.x) % 32 / (4 * kRounds) % 2, token, group, block) +
+           int(threadIdx.x) / 4 % kRounds * kScanRound +
+           (2 * (int(threadIdx.x) % 4) + warp()) * kScanLaneElements;
+  }
+  __device__ __forceinline__ void add_columns(float *to) {
+    __syncwarp();
+    if (kRounds == 4 || int(threadIdx.x) % 32 < 8 * kRounds) {
+      const float4 *const from = &parts[warp()][int(threadIdx.x) % 32 / 4][int(threadIdx.x) % 4 * kLane];
+      float4 s[8];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) s[c] = from[c];
+      const auto sum = [&](int i) {
+        const auto at = [&](int c) { return part(s[c], i); };
+        return ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
+      };
+      *reinterpret_cast<float4 *>(to) = make_float4(sum(0), sum(1), sum(2), sum(3));
+    }
+    __syncwarp();
+  }
 };
+template <int kRounds> using SelectiveTile = WideTile<kRounds, 5, 2>;
+template <int kRounds> using DeltaTile = WideTile<kRounds, 5, 1>;
+
+// A thread's states of four columns, from where those of the first one's lane lie, or such gradients.
+template <int kRounds>
+__device__ __forceinline__ void restore_wide(float (&state)[kBackOwn][kRounds][4], const float *const (&from)[kBackOwn]) {
+#pragma unroll
+  for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const float4 got = *reinterpret_cast<const float4 *>(from[k] + r * kScanRound);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
+    }
+}
+
+// Takes the `count` tokens of a tile back: back(t) with `state` as it was before token t, step(t) takes it over one.
+template <class Tile, int kRounds, class Step, class Back>
+__device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept, float (&state)[kBackOwn][kRounds][4],
+                                          const Step &step, const Back &back) {
+  constexpr int kSome = kBackHeld + 1;
+  const float *const of_own = kept + Tile::set() * Tile::kElements + Tile::first_state();
+  const float *const from[kBackOwn] = {of_own, of_own + 8 * Tile::kElements, of_own + 16 * Tile::kElements,
+                                       of_own + 24 * Tile::kElements};
+#pragma unroll 1
+  for (int low = (count - 1) / kSome * kSome; low >= 0; low -= kSome) {
+    restore_wide(state, from);
+    const int end = low + kSome < count ? low + kSome : count;
+#pragma unroll 1
+    for (int t = 0; t < end - 1; ++t) {
+      if (t >= low)
+#pragma unroll
+        for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+          for (int r = 0; r < kRounds; ++r)
+            tile.held[t - low][k][r][threadIdx.x] =
+                make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
+      step(t);
+    }
+#pragma unroll 1
+    for (int t = end - 1; t >= low; --t) {
+      if (t < end - 1)
+#pragma unroll
+        for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+          for (int r = 0; r < kRounds; ++r) {
+            const float4 got = tile.held[t - low][k][r][threadIdx.x];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
+          }
+      back(t);
+    }
+  }
+}
 
 // Where the number of column c lies: those 8 apart are neighbours.
 __device__ __forceinline__ int beside(int c) { return c % 8 * kBackOwn + c / 8; }
@@ -121,8 +218,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
   enum { kX, kDt, kU, kDecay, kDy };
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
-  const int warp = int(threadIdx.x) / 32, set = int(threadIdx.x) % 8, quad = int(threadIdx.x) % 32 / 8;
-  const int first_state = (2 * quad + warp) * kScanLaneElements;  // of a round
+  const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
   const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
     const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
@@ -159,18 +255,6 @@ __global__ void __launch_bounds__(kBackThreads, 2)
 
     // ---- Its states and gradients ----
     float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
-    const float *const kept =
-        p.workspace.states_at(of.sequence, begin, of.from, group, block) + set * kElements + first_state;
-    const auto restore = [&](const float *from) {
-#pragma unroll
-      for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r) {
-          const float4 got = *reinterpret_cast<const float4 *>(from + k * 8 * kElements + r * kScanRound);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
-        }
-    };
 #pragma unroll
     for (int k = 0; k < kBackOwn; ++k) {
       const int c = set + 8 * k;
@@ -197,39 +281,28 @@ __global__ void __launch_bounds__(kBackThreads, 2)
     }
     __syncthreads();  // gradients lie where sums will
 
-    const auto four = [&](int which, int t, float(&x)[kBackOwn]) {
-      const float4 got = *reinterpret_cast<const float4 *>(&tile.numbers[which][t][set * kBackOwn]);
-#pragma unroll
-      for (int k = 0; k < kBackOwn; ++k) x[k] = part(got, k);
-    };
-    const auto vector = [&](int which, int t, int r) {
-      return *reinterpret_cast<const float4 *>(&tile.rows[which][t][r * kScanRound + first_state]);
-    };
     const auto step = [&](int t) {
       float u[kBackOwn], decay[kBackOwn];
-      four(kU, t, u), four(kDecay, t, decay);
+      tile.four(kU, t, u), tile.four(kDecay, t, decay);
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const float4 b = vector(0, t, r);
+        const float4 b = tile.vector(0, t, r);
 #pragma unroll
         for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(u[k], part(b, i), decay[k] * state[k][r][i]);
       }
     };
-    // Of a thread's four sums over the columns.
     const int of_token = int(p.workspace.groups * p.workspace.blocks) * kElements;
-    float *const sums_to =
-        p.workspace.row(int(threadIdx.x) % 32 / (4 * kRounds) % 2, begin + of.from, group, block) +
-        int(threadIdx.x) / 4 % kRounds * kScanRound + (2 * (int(threadIdx.x) % 4) + warp) * kScanLaneElements;
+    float *const sums_to = Tile::sums_to(p.workspace, begin + of.from, group, block);
     const auto back = [&](int t) {
       float u[kBackOwn], decay[kBackOwn], dy[kBackOwn], sums[2][kBackOwn] = {};
-      four(kU, t, u), four(kDecay, t, decay), four(kDy, t, dy);
-      float4 next_b = vector(0, t, 0), next_c = vector(1, t, 0);  // read before sums are stored, which they could not pass
+      tile.four(kU, t, u), tile.four(kDecay, t, decay), tile.four(kDy, t, dy);
+      float4 next_b = tile.vector(0, t, 0), next_c = tile.vector(1, t, 0);  // read before sums are stored, which they could not pass
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         const float4 b = next_b, c = next_c;
-        if (r + 1 < kRounds) next_b = vector(0, t, r + 1), next_c = vector(1, t, r + 1);
+        if (r + 1 < kRounds) next_b = tile.vector(0, t, r + 1), next_c = tile.vector(1, t, r + 1);
         float of_b[4], of_c[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -244,9 +317,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           of_b[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
           of_c[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
         }
-        float4 *const to = &tile.parts[warp][r][quad * Tile::kLane + set];
-        to[0] = make_float4(of_b[0], of_b[1], of_b[2], of_b[3]);
-        to[kRounds * Tile::kVectors] = make_float4(of_c[0], of_c[1], of_c[2], of_c[3]);
+        tile.leave(0, r, of_b), tile.leave(1, r, of_c);
       }
       // This warp's lanes of the sums over the states: a thread comes to have two columns of one.
       const bool second = quad & 2, odd = quad & 1;
@@ -259,50 +330,9 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         quarter[k] = (odd ? half[k + 2] : half[k]) + gpu_shfl_xor(odd ? half[k] : half[k + 2], 8, 32);
       *reinterpret_cast<float2 *>(&tile.halves[warp][t][second][set * kBackOwn + (odd ? 2 : 0)]) =
           make_float2(quarter[0], quarter[1]);
-      __syncwarp();
-      if (kRounds == 4 || int(threadIdx.x) % 32 < 8 * kRounds) {
-        const float4 *const from = &tile.parts[warp][int(threadIdx.x) % 32 / 4][int(threadIdx.x) % 4 * Tile::kLane];
-        float4 s[8];
-#pragma unroll
-        for (int c = 0; c < 8; ++c) s[c] = from[c];
-        const auto sum = [&](int i) {
-          const auto at = [&](int c) { return part(s[c], i); };
-          return ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
-        };
-        *reinterpret_cast<float4 *>(sums_to + t * of_token) = make_float4(sum(0), sum(1), sum(2), sum(3));
-      }
-      __syncwarp();
+      tile.add_columns(sums_to + t * of_token);
     };
-    constexpr int kSome = kBackHeld + 1;
-#pragma unroll 1
-    for (int low = (count - 1) / kSome * kSome; low >= 0; low -= kSome) {
-      restore(kept);
-      const int end = low + kSome < count ? low + kSome : count;
-#pragma unroll 1
-      for (int t = 0; t < end - 1; ++t) {
-        if (t >= low)
-#pragma unroll
-          for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-            for (int r = 0; r < kRounds; ++r)
-              tile.held[t - low][k][r][threadIdx.x] =
-                  make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
-        step(t);
-      }
-#pragma unroll 1
-      for (int t = end - 1; t >= low; --t) {
-        if (t < end - 1)
-#pragma unroll
-          for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-            for (int r = 0; r < kRounds; ++r) {
-              const float4 got = tile.held[t - low][k][r][threadIdx.x];
-#pragma unroll
-              for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
-            }
-        back(t);
-      }
-    }
+    take_wide(tile, count, p.workspace.states_at(of.sequence, begin, of.from, group, block), state, step, back);
     __syncthreads();
 
     // ---- The sums over the states, whole, and those of heads ----
@@ -453,6 +483,311 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
     __syncthreads();
   }
 }
+
+// ---- The gated delta rule ----------------------------------------------------------------------------------------------
+//
+// What a token's column has beyond the state's answer to k, and the gradient's answer to it, are kept by the walks: so tiles
+// wait for no sum over the keys.
+
+template <int kRounds>
+__global__ void __launch_bounds__(kBackThreads, 2)
+    delta_tiles_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
+  using Tile = DeltaTile<kRounds>;
+  constexpr int kTokens = Tile::kTokens, kElements = Tile::kElements, kAtOnce = kBackThreads / kColumns;
+  enum { kM, kZ, kW, kOfM, kOut };
+  extern __shared__ __align__(16) char shared[];
+  Tile &tile = *reinterpret_cast<Tile *>(shared);
+  __shared__ float decays[kTokens];
+  const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
+  const int64_t of_head = divide_up(p.width, kColumns);
+  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, outer = job / of_head / p.heads;
+    const TileOf of = tile_of(p.sequences, outer, kTokens);
+    const int64_t in_group = p.heads / p.groups, group = head / in_group;
+    const int64_t block = head % in_group * of_head + first / kColumns;
+    const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
+    if (of.from >= tokens) continue;
+    const int count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
+    const int64_t token = of.range.begin + of.from;  // the tile's first
+    const int c = int(threadIdx.x) % kColumns;
+
+    // ---- Its operands ----
+    {
+      using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
+      RowsHere q_rows(p.q, of.range.batch * p.q.stride[0] + group * p.q.stride[2], token),
+          k_rows(p.k, of.range.batch * p.k.stride[0] + group * p.k.stride[2], token);
+      q_rows.load(count), k_rows.load(count);
+      const auto at = [&](const Strided &x) { return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2]; };
+      const int64_t of_out = at(p.dout) + (first + c) * p.dout.stride[3], of_beta = at(p.beta), of_g = at(p.g);
+      const int64_t of_column = head * p.width + first + c;
+#pragma unroll 4
+      for (int i = 0; i < kTokens / kAtOnce; ++i) {
+        const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
+        const bool there = t < count;
+        const float out = number_of(p.dout.type, bits_at(p.dout, of_out + t * p.dout.stride[1], there));
+        const float beta = number_of(p.beta.type, bits_at(p.beta, of_beta + t * p.beta.stride[1], there));
+        const float m = there ? p.workspace.of_column(0, begin + of.from + t)[of_column] : 0.0f;
+        const float z = there ? p.workspace.of_column(1, begin + of.from + t)[of_column] : 0.0f;
+        const auto put_number = [&](int which, float number) { tile.numbers[which][t][beside(c)] = number; };
+        put_number(kM, m), put_number(kZ, z), put_number(kW, beta * m), put_number(kOfM, beta * z);
+        put_number(kOut, out);
+      }
+      if (int(threadIdx.x) < count)
+        decays[threadIdx.x] = exp_f32(element(p.g, of_g + int64_t(threadIdx.x) * p.g.stride[1]));
+      q_rows.store(&tile.rows[0][0][0]), k_rows.store(&tile.rows[1][0][0]);
+    }
+
+    // ---- Its states and gradients ----
+    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
+    if (of.from + kTokens < tokens) {
+      const float *from[kBackOwn];
+#pragma unroll
+      for (int k = 0; k < kBackOwn; ++k)
+        from[k] = gradient_at(p.workspace, begin + of.from, group, block, set + 8 * k) + first_state;
+      restore_wide(gradient, from);
+    } else {
+      const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1];
+#pragma unroll
+      for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            gradient[k][r][i] =
+                p.dfinal.data ? *reinterpret_cast<const float *>(
+                                    p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[2] +
+                                                (first + set + 8 * k) * p.dfinal.stride[3]))
+                              : 0.0f;
+    }
+    __syncthreads();  // gradients lie where sums will
+
+    const auto step = [&](int t) {
+      float w[kBackOwn];
+      tile.four(kW, t, w);
+      const float decay = decays[t];
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 key = tile.vector(1, t, r);
+#pragma unroll
+        for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(key, i), w[k], decay * state[k][r][i]);
+      }
+    };
+    const int of_token = int(p.workspace.groups * p.workspace.blocks) * kElements;
+    float *const sums_to = Tile::sums_to(p.workspace, begin + of.from, group, block);
+    const auto back = [&](int t) {
+      float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], sums[kBackOwn] = {};
+      tile.four(kW, t, w), tile.four(kOfM, t, of_m), tile.four(kOut, t, out);
+      const float decay = decays[t];
+      float4 next_q = tile.vector(0, t, 0), next_key = tile.vector(1, t, 0);  // as above
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 q = next_q, key = next_key;
+        if (r + 1 < kRounds) next_q = tile.vector(0, t, r + 1), next_key = tile.vector(1, t, r + 1);
+        float of_q[4], of_key[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float terms[2][kBackOwn];
+#pragma unroll
+          for (int k = 0; k < kBackOwn; ++k) {
+            const float g = fmaf(part(q, i), out[k], gradient[k][r][i]), old = decay * state[k][r][i];
+            terms[0][k] = out[k] * fmaf(part(key, i), w[k], old);
+            terms[1][k] = fmaf(w[k], g, -(of_m[k] * old));
+            const float through = fmaf(-part(key, i), of_m[k], g);
+            sums[k] = fmaf(through, old, sums[k]);
+            gradient[k][r][i] = decay * through;
+          }
+          of_q[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
+          of_key[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
+        }
+        tile.leave(0, r, of_q), tile.leave(1, r, of_key);
+      }
+      // This warp's lanes of the sum over the states: a thread comes to have a column's.
+      const bool second = quad & 2, odd = quad & 1;
+      float half[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        half[k] = (second ? sums[k + 2] : sums[k]) + gpu_shfl_xor(second ? sums[k] : sums[k + 2], 16, 32);
+      tile.halves[warp][t][0][set * kBackOwn + quad] =
+          (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
+      tile.add_columns(sums_to + t * of_token);
+    };
+    take_wide(tile, count, p.workspace.states_at(of.sequence, begin, of.from, group, block), state, step, back);
+    __syncthreads();
+
+    // ---- The sums over the states, whole, and those of the head ----
+    {
+      const int64_t of_dv = of.range.batch * p.dv.stride[0] + token * p.dv.stride[1] + head * p.dv.stride[2] +
+                            (first + c) * p.dv.stride[3];
+      for (int t = int(threadIdx.x) / kColumns; t < count; t += kAtOnce) {
+        const int at = beside(c);
+        put(p.dv, of_dv + t * p.dv.stride[1], tile.numbers[kOfM][t][at]);
+        tile.terms[t][c] = tile.halves[0][t][0][at] + tile.halves[1][t][0][at];
+        tile.terms[t][kColumns + c] = tile.numbers[kZ][t][at] * tile.numbers[kM][t][at];
+      }
+    }
+    __syncthreads();
+    for (int i = int(threadIdx.x); i < 2 * kTokens; i += kBackThreads) {
+      const int t = i % kTokens, which = i / kTokens;
+      if (t < count)
+        p.workspace.of_head(which, begin + of.from + t, head)[first / kColumns] =
+            chain_of(tile.terms[t] + which * kColumns, 0, kColumns);
+    }
+    __syncthreads();
+  }
+}
+
+template <int kRounds>
+__global__ void __launch_bounds__(kWalkThreads, 2)
+    delta_walks_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
+  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+  constexpr int kTurn = 4, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
+  struct Shared {
+    float rows[2][2][kTokens][kElements];  // q, of the walk backwards alone, and k
+    float numbers[2][kTokens][kColumns];   // v or do
+    float2 gates[2][kTokens];              // a decay and beta
+  };
+  extern __shared__ __align__(16) char shared[];
+  Shared &walk = *reinterpret_cast<Shared *>(shared);
+  const int64_t of_head = divide_up(p.width, kColumns);
+  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, lane = scan_lane();
+  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, outer = job / of_head / p.heads;
+    const bool backwards = outer % 2;
+    const int64_t sequence = outer / 2, in_group = p.heads / p.groups, group = head / in_group;
+    const int64_t block = head % in_group * of_head + first / kColumns;
+    const Sequences::Range range = p.sequences.range(sequence);
+    const int64_t tokens = range.end - range.begin, begin = range.batch * p.sequences.tokens + range.begin;
+    const Strided &numbers_of = backwards ? p.dout : p.v, &given = backwards ? p.dfinal : p.initial;
+    float state[kOwn][kRounds][kScanLaneElements];
+    const auto of_states = [&](const Strided &x, int k) {
+      return sequence * x.stride[0] + head * x.stride[1] + (first + own + k) * x.stride[3];
+    };
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k)
+      load_states(given, of_states(given, k), given.stride[2], left_of(kElements), given.data != nullptr, false, state[k]);
+    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
+    const int64_t kept_apart = p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+
+    const int c = int(threadIdx.x) % kColumns, first_token = int(threadIdx.x) / kColumns;
+    const auto at = [&](const Strided &x) { return range.batch * x.stride[0] + range.begin * x.stride[1] + head * x.stride[2]; };
+    const int64_t of_number = at(numbers_of) + (first + c) * numbers_of.stride[3], of_g = at(p.g), of_beta = at(p.beta);
+    const int64_t of_q = range.batch * p.q.stride[0] + group * p.q.stride[2],
+                  of_k = range.batch * p.k.stride[0] + group * p.k.stride[2];
+    LoadedBits bits[kNumbers], g_bits, beta_bits;
+    Pieces<kTokens, kElements, kWalkers> q_rows(p.q, of_q, range.begin), k_rows(p.k, of_k, range.begin);
+    int left = 0;
+    const auto load = [&](int64_t from) {
+      left = tokens - from < kTokens ? int(tokens - from) : kTokens;
+      k_rows.go_to(p.k, of_k, range.begin + from), k_rows.load(left);
+      if (backwards) q_rows.go_to(p.q, of_q, range.begin + from), q_rows.load(left);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        const int t = first_token + i * kAtOnce;
+        bits[i] = bits_at(numbers_of, of_number + (from + t) * numbers_of.stride[1], t < left);
+      }
+      const int t = int(threadIdx.x);
+      g_bits = bits_at(p.g, of_g + (from + t) * p.g.stride[1], t < left);
+      beta_bits = bits_at(p.beta, of_beta + (from + t) * p.beta.stride[1], t < left);
+    };
+    // An absent token leaves the states as they are, and their gradients.
+    const auto store = [&](int turn) {
+      k_rows.store(&walk.rows[turn][1][0][0]);
+      if (backwards) q_rows.store(&walk.rows[turn][0][0][0]);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        const int t = first_token + i * kAtOnce;
+        walk.numbers[turn][t][c] = t < left ? number_of(numbers_of.type, bits[i]) : -0.0f;
+      }
+      const int t = int(threadIdx.x);
+      if (t < kTokens)
+        walk.gates[turn][t] = t < left ? make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits))
+                                         : make_float2(1.0f, 0.0f);
+    };
+    const auto take = [&](int turn, int count, int t, bool back) {
+      const float2 gates = walk.gates[turn][t];
+      const float2 got = *reinterpret_cast<const float2 *>(&walk.numbers[turn][t][own]);
+      const float number[kOwn] = {got.x, got.y};
+      float4 key[kRounds];
+      float sum[kOwn] = {}, kept[kOwn];
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        key[r] = vector_of(walk.rows[turn][1][t], r);
+        const float4 q = back ? vector_of(walk.rows[turn][0][t], r) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < kScanLaneElements; ++i)
+#pragma unroll
+          for (int k = 0; k < kOwn; ++k) {
+            float &s = state[k][r][i];
+            s = back ? fmaf(part(q, i), number[k], s) : gates.x * s;
+            sum[k] = fmaf(part(key[r], i), s, sum[k]);
+          }
+      }
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) sum[k] = join_lanes(sum[k]);
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        kept[k] = back ? sum[k] : number[k] - sum[k];  // z, or m
+        const float w = t < count ? gates.y * kept[k] : back ? 0.0f : -0.0f;
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+          for (int i = 0; i < kScanLaneElements; ++i) {
+            float &s = state[k][r][i];
+            s = back ? gates.x * fmaf(-part(key[r], i), w, s) : fmaf(part(key[r], i), w, s);
+          }
+      }
+      if (lane == 0) *reinterpret_cast<float2 *>(&walk.numbers[turn][t][own]) = make_float2(kept[0], kept[1]);
+    };
+    // What a tile kept of its columns, behind the barrier that follows it.
+    const auto flush = [&](int turn, int64_t from) {
+      float *const to = p.workspace.of_column(backwards, begin + from) + head * p.width + first + c;
+      const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
+      for (int t = first_token; t < count; t += kAtOnce) to[t * p.workspace.columns] = walk.numbers[turn][t][c];
+    };
+    const int64_t last = (tokens - 1) / kTokens * kTokens;  // the last tile
+    if (tokens > 0) load(backwards ? last : 0), store(0);
+    int turn = 0;
+    for (int64_t i = 0; tokens > 0 && i <= last; i += kTokens, turn ^= 1) {
+      const int64_t from = backwards ? last - i : i;
+      const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
+      if (!backwards)
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k)
+          keep_at<true>(state[k], first_kept + from / kTokens * kept_apart + (own + k) * kElements, kElements);
+      const bool more = i < last;
+      __syncthreads();
+      if (i > 0) flush(turn ^ 1, backwards ? from + kTokens : from - kTokens);
+      if (more) load(backwards ? from - kTokens : from + kTokens);
+#pragma unroll 1
+      for (int t = 0; t < kTokens; t += kTurn) {
+        if (t + kTurn == kTokens && more) store(turn ^ 1);
+        if (backwards) {
+#pragma unroll
+          for (int of = 0; of < kTurn; ++of) take(turn, count, kTokens - 1 - t - of, true);
+        } else {
+#pragma unroll
+          for (int of = 0; of < kTurn; ++of) take(turn, count, t + of, false);
+        }
+      }
+      if (backwards && from > 0)
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k)
+          keep_at<true>(state[k], gradient_at(p.workspace, begin + from - kTokens, group, block, own + k), kElements);
+    }
+    __syncthreads();
+    if (tokens > 0) flush(turn ^ 1, backwards ? 0 : last);
+    if (p.dinitial.data && backwards)
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k)
+        store_states(p.dinitial, of_states(p.dinitial, k), p.dinitial.stride[2], left_of(kElements), false, state[k]);
+    __syncthreads();
+  }
+}
+template <int kRounds>
+constexpr int kDeltaWalkBytes = 4 * (2 * 2 * checkpoint_tokens(kRounds *kScanRound) * kRounds * kScanRound +
+                                     2 * checkpoint_tokens(kRounds *kScanRound) * (kColumns + 2));
 
 }  // namespace
 }  // namespace pydet

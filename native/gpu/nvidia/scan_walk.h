@@ -219,12 +219,13 @@ float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pas
             const float4 b = read ? first_b : vector_of(shared.rows[turn][0][t + of], r);
             const float4 c = read ? first_c : vector_of(shared.rows[turn][1][t + of], r);
 #pragma unroll
-            for (int k = 0; k < kOwn; ++k)
+            for (int i = 0; i < kScanLaneElements; ++i) {
 #pragma unroll
-              for (int i = 0; i < kScanLaneElements; ++i) {
-                state[k][r][i] = fmaf(u[k], part(b, i), gates[kOneHead ? 0 : k].y * state[k][r][i]);
-                sums[of][k] = fmaf(part(c, i), state[k][r][i], sums[of][k]);
-              }
+              for (int k = 0; k < kOwn; ++k)
+                state[k][r][i] = fmaf(part(b, i), u[k], gates[kOneHead ? 0 : k].y * state[k][r][i]);
+#pragma unroll
+              for (int k = 0; k < kOwn; ++k) sums[of][k] = fmaf(part(c, i), state[k][r][i], sums[of][k]);
+            }
           }
         }
         read_first((t + kTurn) % kTokens);
