@@ -342,10 +342,12 @@ pydet_status selective_scan(const SelectiveScan &p) {
         (knob_own == 3 || p.width % knob_own == 0)) {
       pydet_status got = PYDET_UNSUPPORTED;
       const int knob_turn = knob && knob[1] ? knob[2] - '0' : 2;
+      const bool bf16 = p.x.type == Type::bf16 && p.b.type == Type::bf16 && p.c.type == Type::bf16 && p.y.type == Type::bf16;
       const auto run = [&](auto own, auto warps, auto held, auto turn) {
         if (own == knob_own && warps == knob_warps && turn == knob_turn)
           got = launch_alone("selective_scan", p, blocks(Walk<kRounds, own, warps>::kColumns), 32 * warps,
-                             selective_walk_kernel<kRounds, own, warps, held, turn>);
+                             bf16 ? selective_walk_kernel<kRounds, own, warps, held, turn, true>
+                                  : selective_walk_kernel<kRounds, own, warps, held, turn, false>);
       };
       using std::integral_constant;
 #define RUN(o, w, h, t) \
@@ -353,21 +355,18 @@ pydet_status selective_scan(const SelectiveScan &p) {
       if constexpr (kRounds == 8) {
         RUN(2, 4, 1, 2);
         RUN(2, 4, 1, 4);
-        RUN(2, 4, 1, 8);
+        RUN(2, 2, 2, 4);
         RUN(1, 4, 2, 4);
       }
       if constexpr (kRounds == 4) {
+        RUN(1, 4, 3, 4);
         RUN(1, 4, 3, 8);
         RUN(2, 4, 2, 4);
-        RUN(2, 4, 2, 8);
-        RUN(2, 2, 4, 8);
-        RUN(3, 4, 2, 2);
+        RUN(2, 4, 3, 2);
+        RUN(2, 2, 4, 4);
         RUN(3, 4, 2, 4);
-        RUN(3, 4, 2, 8);
-        RUN(3, 2, 4, 8);
-        RUN(4, 4, 2, 2);
+        RUN(3, 2, 4, 4);
         RUN(4, 4, 2, 4);
-        RUN(4, 4, 2, 8);
         RUN(4, 2, 4, 4);
       }
       if (got != PYDET_UNSUPPORTED) return got;
@@ -396,16 +395,18 @@ pydet_status gated_delta(const GatedDelta &p) {
     if (whole && knob_own && rows_in_pieces(p.q, p.keys) && rows_in_pieces(p.k, p.keys)) {
       pydet_status got = PYDET_UNSUPPORTED;
       const int knob_turn = knob && knob[1] ? knob[2] - '0' : 2;
+      const bool bf16 = p.q.type == Type::bf16 && p.k.type == Type::bf16 && p.v.type == Type::bf16 && p.o.type == Type::bf16;
       const auto run = [&](auto own, auto warps, auto held, auto turn) {
         if (own == knob_own && warps == knob_warps && turn == knob_turn)
           got = launch_alone("gated_delta", p, blocks(Walk<kRounds, own, warps>::kColumns), 32 * warps,
-                             delta_walk_kernel<kRounds, own, warps, held, turn>);
+                             bf16 ? delta_walk_kernel<kRounds, own, warps, held, turn, true>
+                                  : delta_walk_kernel<kRounds, own, warps, held, turn, false>);
       };
       using std::integral_constant;
       if constexpr (kRounds == 4) {
         RUN(2, 4, 2, 2);
         RUN(2, 4, 2, 4);
-        RUN(2, 4, 2, 8);
+        RUN(2, 2, 4, 4);
         RUN(1, 4, 2, 4);
       }
       if (got != PYDET_UNSUPPORTED) return got;

@@ -165,7 +165,8 @@ inline bool rows_in_pieces(const Strided &x, int64_t elements) {
 }
 
 // A tile's rows on their way to shared memory, in pieces of four.
-template <int kTokens, int kElements, int threads> struct Pieces {
+// bf16: they are known to be.
+template <int kTokens, int kElements, int threads, bool bf16 = false> struct Pieces {
   static constexpr int kOfRow = kElements / 4, kAll = kTokens * kOfRow;
   static constexpr int kPass = threads / kOfRow;  // tokens at a time
   static constexpr int kCount = kAll < threads ? 1 : kAll / threads;
@@ -173,7 +174,7 @@ template <int kTokens, int kElements, int threads> struct Pieces {
   const char *at;
   int64_t of_token;  // bytes
   Type type;
-  uint32_t bits[kCount][4];
+  uint32_t bits[kCount][bf16 ? 2 : 4];
 
   __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token)
       : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type) {
@@ -194,7 +195,8 @@ template <int kTokens, int kElements, int threads> struct Pieces {
   }
   // Sets out to read the next tile's rows, of which `left` are there.
   __device__ __forceinline__ void load(int left) {
-    if (type == Type::f32) load_as<uint4>(left);
+    if constexpr (bf16) load_as<uint2>(left);
+    else if (type == Type::f32) load_as<uint4>(left);
     else load_as<uint2>(left);
   }
   template <Type of> __device__ __forceinline__ void store_as(float *to) const {
@@ -213,7 +215,8 @@ template <int kTokens, int kElements, int threads> struct Pieces {
     }
   }
   __device__ __forceinline__ void store(float *to) const {
-    if (type == Type::f32) store_as<Type::f32>(to);
+    if constexpr (bf16) store_as<Type::bf16>(to);
+    else if (type == Type::f32) store_as<Type::f32>(to);
     else if (type == Type::bf16) store_as<Type::bf16>(to);
     else store_as<Type::f16>(to);
   }

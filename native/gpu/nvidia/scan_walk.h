@@ -57,9 +57,13 @@ struct Stepped {
   int64_t step;
   Type type;
 
-  __device__ __forceinline__ LoadedBits load(int i, bool there) const {
+  template <bool bf16 = false> __device__ __forceinline__ LoadedBits load(int i, bool there) const {
     LoadedBits bits = {};
     const char *const from = at + i * step;
+    if constexpr (bf16) {
+      if (there) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
+      return bits;
+    }
     if (there && type == Type::f32) bits.wide = *reinterpret_cast<const uint32_t *>(from);
     if (there && type != Type::f32) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
     return bits;
@@ -78,12 +82,50 @@ __device__ __forceinline__ void join_tile(const float *sums, float (&sum)[kOwn])
     sum[k] = ((s[0][k] + s[4][k]) + (s[2][k] + s[6][k])) + ((s[1][k] + s[5][k]) + (s[3][k] + s[7][k]));
 }
 
+template <bool bf16> __device__ __forceinline__ float brought_number(Type type, LoadedBits bits) {
+  if constexpr (bf16) return f32_from_bf16(bits.narrow);
+  else return number_of(type, bits);
+}
+
+// Writes a token's results of a thread's columns, of which `there` are, `apart` elements from each other. near: they are
+// neighbours, and aligned as a vector.
+template <bool bf16, int kOwn>
+__device__ __forceinline__ void put_results(const Strided &to, int64_t at, int64_t apart, bool near, int there,
+                                            const float (&x)[kOwn]) {
+  if constexpr (bf16) {
+    uint16_t bits[kOwn];
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) bits[k] = bf16_from_f32(x[k]);
+    uint16_t *const first = reinterpret_cast<uint16_t *>(to.data) + at;
+    if constexpr (kOwn == 2 || kOwn == 4) {
+      if (near && there >= kOwn) {
+        std::conditional_t<kOwn == 4, uint2, uint32_t> all;
+        memcpy(&all, bits, sizeof all);
+        *reinterpret_cast<decltype(all) *>(first) = all;
+        return;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k)
+      if (k < there) first[k * apart] = bits[k];
+  } else {
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k)
+      if (k < there) put(to, at + k * apart, x[k]);
+  }
+}
+// Whether all of a tensor's columns lie as put_results has it near.
+template <int kOwn> __device__ __forceinline__ bool near_columns(const Strided &x) {
+  return x.stride[3] == 1 && x.stride[0] % kOwn == 0 && x.stride[1] % kOwn == 0 && x.stride[2] % kOwn == 0 &&
+         reinterpret_cast<uintptr_t>(x.data) % (2 * kOwn) == 0;
+}
+
 // What an absent token is given, so that it leaves every state as it is: fmaf(-0, +0, s) is s.
 constexpr uint32_t kMinusZero = 0x80000000u;
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
-template <int kRounds, int kOwn, int kWarps, int kHeldBlocks, int kTurn>
+template <int kRounds, int kOwn, int kWarps, int kHeldBlocks, int kTurn, bool bf16>
 __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     selective_walk_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   using Own = Walk<kRounds, kOwn, kWarps>;
@@ -113,11 +155,13 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       return at / p.width * x.stride[dimension - 1] + at % p.width * x.stride[dimension];
     };
     float state[kOwn][kRounds][kScanLaneElements], d[kHeads];
-    int64_t of_y[kOwn];
+    int64_t of_y[kHeads];
     int at_gate[kHeads];
+    const bool near = near_columns<kOwn>(p.y);
 #pragma unroll
     for (int k = 0; k < kOwn; ++k) {
-      of_y[k] = range.batch * p.y.stride[0] + at_column(p.y, k, 3) + (range.begin + lane) * p.y.stride[1];
+      if (k < kHeads)
+        of_y[k] = range.batch * p.y.stride[0] + at_column(p.y, k, 3) + (range.begin + lane) * p.y.stride[1];
       load_states(p.initial, sequence * p.initial.stride[0] + at_column(p.initial, k, 2), p.initial.stride[3],
                   left_of(p.states), own + k < columns && p.initial.data, whole_vectors(p.initial, p.states, true),
                   state[k]);
@@ -142,9 +186,10 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
                   (first_head + (gate_head < heads ? gate_head : 0)) * p.dt.stride[2]),
           kGatePass * p.dt.stride[2] * size_of(p.dt.type), p.dt.type};
     const bool brings = Own::brings() && Own::brought_column() < columns;
+    const float first_a = element(p.a, (first_head + (gate_head < heads ? gate_head : 0)) * p.a.stride[0]);
     const int64_t dt_of_tile = kTokens * p.dt.stride[1] * size_of(p.dt.type);
     LoadedBits x_bits[Own::kNumbers], dt_bits;
-    Pieces<kTokens, Own::kElements, Own::kWalkers> b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
+    Pieces<kTokens, Own::kElements, Own::kWalkers, bf16> b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
         c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], range.begin);
     // Both of the next tile, of which `left` tokens are there; beyond it nothing is brought.
     int left = 0;
@@ -152,7 +197,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       left = range.end - token < kTokens ? int(range.end - token) : kTokens;
       b_rows.load(left), c_rows.load(left);
 #pragma unroll
-      for (int i = 0; i < Own::kNumbers; ++i) x_bits[i] = x.load(i, brings && Own::brought_token(i) < left);
+      for (int i = 0; i < Own::kNumbers; ++i) x_bits[i] = x.load<bf16>(i, brings && Own::brought_token(i) < left);
       dt_bits = dt.load(0, gate_token < left && gate_head < heads);
       x.at += Own::kNumbers * x.step;
     };
@@ -162,13 +207,13 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
 #pragma unroll
         for (int i = 0; i < Own::kNumbers; ++i)
           shared.x[turn][Own::brought_token(i)][Own::brought_column()] =
-              Own::brought_token(i) < left ? number_of(x.type, x_bits[i]) : float_of(kMinusZero);
+              Own::brought_token(i) < left ? brought_number<bf16>(x.type, x_bits[i]) : float_of(kMinusZero);
       for (int h = gate_head, i = 0; h < heads; h += kGatePass, ++i) {
         if (i > 0) dt_bits = dt.load(i, gate_token < left);
         const float step = number_of(dt.type, dt_bits);
         shared.gates[turn][gate_token][h] =
             gate_token < left
-                ? make_float2(step, exp_f32(step * element(p.a, (first_head + h) * p.a.stride[0])))
+                ? make_float2(step, exp_f32(step * (i ? element(p.a, (first_head + h) * p.a.stride[0]) : first_a)))
                 : make_float2(1.0f, 1.0f);
       }
       dt.at += dt_of_tile;
@@ -237,11 +282,18 @@ float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pas
       join_tile<Own>(&shared.sums[warp][0][0], sum);
       get_own(of_x, &shared.x[turn][lane][own]);
 #pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        if (lane < count && own + k < columns)
-          put(p.y, of_y[k], p.d.data ? fmaf(d[kOneHead ? 0 : k], of_x[k], sum[k]) : sum[k]);
-        of_y[k] += kTokens * p.y.stride[1];
+      for (int k = 0; k < kOwn; ++k) sum[k] = p.d.data ? fmaf(d[kOneHead ? 0 : k], of_x[k], sum[k]) : sum[k];
+      if constexpr (kOneHead) {
+        if (lane < count) put_results<bf16>(p.y, of_y[0], p.y.stride[3], near, columns - own, sum);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k) {
+          const float one[1] = {sum[k]};
+          if (lane < count) put_results<bf16>(p.y, of_y[k], 0, false, columns - own - k, one);
+        }
       }
+#pragma unroll
+      for (int k = 0; k < kHeads; ++k) of_y[k] += kTokens * p.y.stride[1];
       // The sums are written next behind the barrier.
     }
 #pragma unroll
@@ -257,7 +309,7 @@ float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pas
 
 // A column's sum over the keys is joined before its states go on: while a warp waits for its lanes it adds up the query's
 // sums of the token before.
-template <int kRounds, int kOwn, int kWarps, int kHeldBlocks, int kTurn>
+template <int kRounds, int kOwn, int kWarps, int kHeldBlocks, int kTurn, bool bf16>
 __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     delta_walk_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   using Own = Walk<kRounds, kOwn, kWarps>;
@@ -296,8 +348,9 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     };
     Stepped g = gate(p.g), beta = gate(p.beta);
     LoadedBits v_bits[Own::kNumbers], g_bits, beta_bits;
-    Pieces<kTokens, Own::kElements, Own::kWalkers> q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], range.begin),
+    Pieces<kTokens, Own::kElements, Own::kWalkers, bf16> q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], range.begin),
         k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], range.begin);
+    const bool near = near_columns<kOwn>(p.o);
     int64_t of_o = range.batch * p.o.stride[0] + (range.begin + lane) * p.o.stride[1] + head * p.o.stride[2] +
                    (first + own) * p.o.stride[3];
     int left = 0;
@@ -305,7 +358,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       left = range.end - token < kTokens ? int(range.end - token) : kTokens;
       q_rows.load(left), k_rows.load(left);
 #pragma unroll
-      for (int i = 0; i < Own::kNumbers; ++i) v_bits[i] = v.load(i, brings && Own::brought_token(i) < left);
+      for (int i = 0; i < Own::kNumbers; ++i) v_bits[i] = v.load<bf16>(i, brings && Own::brought_token(i) < left);
       g_bits = g.load(0, gated && int(threadIdx.x) < left), beta_bits = beta.load(0, gated && int(threadIdx.x) < left);
       v.at += Own::kNumbers * v.step, g.at += g.step, beta.at += beta.step;
     };
@@ -314,7 +367,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       if (Own::brings())
 #pragma unroll
         for (int i = 0; i < Own::kNumbers; ++i)
-          shared.v[turn][Own::brought_token(i)][Own::brought_column()] = number_of(v.type, v_bits[i]);
+          shared.v[turn][Own::brought_token(i)][Own::brought_column()] = brought_number<bf16>(v.type, v_bits[i]);
       if (gated)
         shared.gates[turn][threadIdx.x] =
             int(threadIdx.x) < left
@@ -331,9 +384,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       __syncwarp();
       float sum[kOwn];
       join_tile<Own>(&shared.sums[turn][warp][0][0], sum);
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k)
-        if (lane < count && own + k < columns) put(p.o, of_o + k * p.o.stride[3], sum[k]);
+      if (lane < count) put_results<bf16>(p.o, of_o, p.o.stride[3], near, columns - own, sum);
       of_o += kTokens * p.o.stride[1];
     };
     const auto leave = [&](int turn, int t, const float(&sum)[kOwn]) {
