@@ -22,8 +22,8 @@ __device__ __forceinline__ float chain_of(const float *terms, int first, int end
 
 // Where what is kept of column c at the end of the tile of tokens from `token` on lies: among the parts of the tile's sums.
 __device__ __forceinline__ float *gradient_at(const ScanWorkspace &workspace, int64_t token, int64_t group,
-                                              int64_t block, int c) {
-  return workspace.row(c % 2, token + c / 2, group, block);
+                                              int64_t block, uint32_t c) {
+  return workspace.row(int(c % 2), token + c / 2, group, block);
 }
 
 // The sequence and tile of the i-th of all kept states.
@@ -98,6 +98,12 @@ __device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const f
 }
 constexpr int kWalkThreads = 128, kBackThreads = 64, kBackOwn = 4, kBackHeld = 3;  // held: states before tokens, besides the last one's
 
+// The workspace of so many states, which the compiler then knows.
+template <int kRounds> __device__ __forceinline__ ScanWorkspace of_rounds(ScanWorkspace workspace) {
+  workspace.states = kRounds * kScanRound;
+  return workspace;
+}
+
 // What a tile's block has in shared memory: `numbers` of each token and column, `sums` over the states of each.
 template <int kRounds, int numbers_of, int sums_of> struct WideTile {
   static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements), kSums = sums_of;
@@ -111,9 +117,9 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
   float terms[kTokens][3 * kColumns + 1];
 
   // This thread's warp; its columns, 8 apart from the first one; its lane, the first of whose states of a round is this.
-  static __device__ __forceinline__ int warp() { return int(threadIdx.x) / 32; }
-  static __device__ __forceinline__ int set() { return int(threadIdx.x) % 8; }
-  static __device__ __forceinline__ int quad() { return int(threadIdx.x) % 32 / 8; }
+  static __device__ __forceinline__ int warp() { return int(threadIdx.x / 32); }
+  static __device__ __forceinline__ int set() { return int(threadIdx.x % 8); }
+  static __device__ __forceinline__ int quad() { return int(threadIdx.x % 32 / 8); }
   static __device__ __forceinline__ int first_state() { return (2 * quad() + warp()) * kScanLaneElements; }
 
   __device__ __forceinline__ void four(int which, int t, float (&x)[kBackOwn]) const {
@@ -132,14 +138,13 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
   // tile's first token, and how far from there those of the next lie.
   static __device__ __forceinline__ float *sums_to(const ScanWorkspace &workspace, int64_t token, int64_t group,
                                                    int64_t block) {
-    return workspace.row(int(threadIdx.x) % 32 / (4 * kRounds) % 2, token, group, block) +
-           int(threadIdx.x) / 4 % kRounds * kScanRound +
-           (2 * (int(threadIdx.x) % 4) + warp()) * kScanLaneElements;
+    return workspace.row(threadIdx.x % 32 / (4 * kRounds) % 2, token, group, block) +
+           threadIdx.x / 4 % kRounds * kScanRound + (2 * (threadIdx.x % 4) + warp()) * kScanLaneElements;
   }
   __device__ __forceinline__ void add_columns(float *to) {
     __syncwarp();
-    if (kRounds == 4 || int(threadIdx.x) % 32 < 8 * kRounds) {
-      const float4 *const from = &parts[warp()][int(threadIdx.x) % 32 / 4][int(threadIdx.x) % 4 * kLane];
+    if (kRounds == 4 || threadIdx.x % 32 < 8 * kRounds) {
+      const float4 *const from = &parts[warp()][threadIdx.x % 32 / 4][threadIdx.x % 4 * kLane];
       float4 s[8];
 #pragma unroll
       for (int c = 0; c < 8; ++c) s[c] = from[c];
@@ -219,23 +224,27 @@ __global__ void __launch_bounds__(kBackThreads, 2)
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
-  const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
-  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
-    const TileOf of = tile_of(p.sequences, outer, kTokens);
-    const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
-    if (of.from >= tokens) continue;
-    const int count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
-    const int at_group = int(group * of_group + block * kColumns), width = int(p.width);
-    const int64_t token = of.range.begin + of.from;  // the tile's first
-
-    // ---- Its operands ----
+  // Of 32 bits, which tiles_fit and check_blocks have seen to suffice: numbers of 64 divide by calls.
+  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups), width = uint32_t(p.width);
+  const uint32_t of_group = uint32_t(p.heads) / groups * width;
+  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
+  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
+    const float *kept;
+    float *sums_to;
+    int count;
     {
+      const uint32_t block = job % in_group, group = job / in_group % groups;
+      const TileOf of = tile_of(p.sequences, job / in_group / groups, kTokens);
+      const int64_t tokens = of.range.end - of.range.begin, token = of.range.begin + of.from;  // the tile's first
+      if (of.from >= tokens) continue;
+      count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
+      const uint32_t at_group = group * of_group + block * kColumns;
       using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
       RowsHere b_rows(p.b, of.range.batch * p.b.stride[0] + group * p.b.stride[2], token),
           c_rows(p.c, of.range.batch * p.c.stride[0] + group * p.c.stride[2], token);
-      b_rows.load(count), c_rows.load(count);
-      const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
+      b_rows.load(count);
+      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width), column = int((at_group + c) % width);
       const float a = element(p.a, head * p.a.stride[0]);
       const auto at = [&](const Strided &x) { return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2]; };
       const int64_t of_x = at(p.x) + column * p.x.stride[3], of_dy = at(p.dy) + column * p.dy.stride[3], of_dt = at(p.dt);
@@ -250,33 +259,41 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         put_number(kX, x), put_number(kDt, dt), put_number(kU, dt * x), put_number(kDecay, exp_f32(dt * a));
         put_number(kDy, dy);
       }
-      b_rows.store(&tile.rows[0][0][0]), c_rows.store(&tile.rows[1][0][0]);
+      b_rows.store(&tile.rows[0][0][0]);
+      c_rows.load(count);
+      c_rows.store(&tile.rows[1][0][0]);
     }
-
-    // ---- Its states and gradients ----
-    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
+    {
+      uint32_t same = job;  // found again, here and behind, for want of registers
+      make_opaque(same);
+      const uint32_t block = same % in_group, group = same / in_group % groups, at_group = group * of_group + block * kColumns;
+      const TileOf of = tile_of(p.sequences, same / in_group / groups, kTokens);
+      const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
+      kept = workspace.states_at(of.sequence, begin, of.from, group, block);
+      sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
 #pragma unroll
-    for (int k = 0; k < kBackOwn; ++k) {
-      const int c = set + 8 * k;
-      if (of.from + kTokens < tokens) {
-        const float *const from = gradient_at(p.workspace, begin + of.from, group, block, c) + first_state;
+      for (int k = 0; k < kBackOwn; ++k) {
+        const int c = set + 8 * k;
+        if (of.from + kTokens < tokens) {
+          const float *const from = gradient_at(workspace, begin + of.from, group, block, c) + first_state;
 #pragma unroll
-        for (int r = 0; r < kRounds; ++r) {
-          const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
+          for (int r = 0; r < kRounds; ++r) {
+            const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
+            for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
+          }
+        } else {
+          const int head = int((at_group + c) / width), column = int((at_group + c) % width);
+          const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] + column * p.dfinal.stride[2];
+#pragma unroll
+          for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              gradient[k][r][i] =
+                  p.dfinal.data ? *reinterpret_cast<const float *>(
+                                      p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[3]))
+                                : 0.0f;
         }
-      } else {
-        const int head = (at_group + c) / width, column = (at_group + c) % width;
-        const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] + column * p.dfinal.stride[2];
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            gradient[k][r][i] =
-                p.dfinal.data ? *reinterpret_cast<const float *>(
-                                    p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[3]))
-                              : 0.0f;
       }
     }
     __syncthreads();  // gradients lie where sums will
@@ -293,8 +310,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(u[k], part(b, i), decay[k] * state[k][r][i]);
       }
     };
-    const int of_token = int(p.workspace.groups * p.workspace.blocks) * kElements;
-    float *const sums_to = Tile::sums_to(p.workspace, begin + of.from, group, block);
+    const int of_token = int(workspace.groups * workspace.blocks) * kElements;
     const auto back = [&](int t) {
       float u[kBackOwn], decay[kBackOwn], dy[kBackOwn], sums[2][kBackOwn] = {};
       tile.four(kU, t, u), tile.four(kDecay, t, decay), tile.four(kDy, t, dy);
@@ -332,12 +348,18 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           make_float2(quarter[0], quarter[1]);
       tile.add_columns(sums_to + t * of_token);
     };
-    take_wide(tile, count, p.workspace.states_at(of.sequence, begin, of.from, group, block), state, step, back);
+    take_wide(tile, count, kept, state, step, back);
     __syncthreads();
 
-    // ---- The sums over the states, whole, and those of heads ----
+    // The sums over the states, whole, and those of heads.
+    uint32_t same = job;
+    make_opaque(same);
+    const uint32_t block = same % in_group, group = same / in_group % groups;
+    const TileOf of = tile_of(p.sequences, same / in_group / groups, kTokens);
+    const int64_t token = of.range.begin + of.from;
+    const uint32_t at_group = group * of_group + block * kColumns;
     {
-      const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
+      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width), column = int((at_group + c) % width);
       const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
       const int64_t of_dx =
           of.range.batch * p.dx.stride[0] + token * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
@@ -352,7 +374,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       }
     }
     __syncthreads();
-    add_heads<kTokens, kBackThreads>(p, tile.terms, begin + of.from, count, at_group, kColumns, block);
+    add_heads<kTokens, kBackThreads>(p, tile.terms, of.range.batch * p.sequences.tokens + token, count, at_group, kColumns, block);
     __syncthreads();
   }
 }
@@ -369,11 +391,11 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
     float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
   };
   __shared__ __align__(16) Shared shared;
-  const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
-  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, lane = scan_lane();
-  const int width = int(p.width);
-  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
+  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups), of_group = uint32_t(p.heads) / groups * uint32_t(p.width);
+  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, width = int(p.width);
+  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
+  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    const uint32_t block = job % in_group, group = job / in_group % groups, outer = job / in_group / groups;
     const bool backwards = outer % 2;
     const int64_t sequence = outer / 2;
     const Sequences::Range range = p.sequences.range(sequence);
@@ -392,8 +414,8 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
 #pragma unroll
       for (int k = 0; k < kOwn; ++k) keep_at<true>(state[k], to + (own + k) * kElements, kElements);
     };
-    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
-    const int64_t kept_apart = p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+    float *const first_kept = workspace.states_at(sequence, begin, 0, group, block);
+    const int64_t kept_apart = workspace.groups * workspace.blocks * workspace.block_floats();
 
     // What a thread brings: rows, and numbers of a column.
     const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
@@ -470,7 +492,7 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
       if (backwards && from > 0)
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)
-          keep_at<true>(state[k], gradient_at(p.workspace, begin + from - kTokens, group, block, own + k), kElements);
+          keep_at<true>(state[k], gradient_at(workspace, begin + from - kTokens, group, block, own + k), kElements);
     }
     if (p.dinitial.data && backwards)
 #pragma unroll
@@ -499,65 +521,76 @@ __global__ void __launch_bounds__(kBackThreads, 2)
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   __shared__ float decays[kTokens];
   const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
-  const int64_t of_head = divide_up(p.width, kColumns);
-  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, outer = job / of_head / p.heads;
-    const TileOf of = tile_of(p.sequences, outer, kTokens);
-    const int64_t in_group = p.heads / p.groups, group = head / in_group;
-    const int64_t block = head % in_group * of_head + first / kColumns;
-    const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
-    if (of.from >= tokens) continue;
-    const int count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
-    const int64_t token = of.range.begin + of.from;  // the tile's first
+  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads), in_group = heads / uint32_t(p.groups);
+  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
+  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {  // of 32 bits, as above
+    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
+    const float *kept;
+    float *sums_to;
+    int count;
     const int c = int(threadIdx.x) % kColumns;
-
-    // ---- Its operands ----
     {
+      const uint32_t first = job % of_head * kColumns, head = job / of_head % heads, group = head / in_group;
+      const TileOf of = tile_of(p.sequences, job / of_head / heads, kTokens);
+      const int64_t tokens = of.range.end - of.range.begin, token = of.range.begin + of.from;  // the tile's first
+      if (of.from >= tokens) continue;
+      count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
       using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
       RowsHere q_rows(p.q, of.range.batch * p.q.stride[0] + group * p.q.stride[2], token),
           k_rows(p.k, of.range.batch * p.k.stride[0] + group * p.k.stride[2], token);
-      q_rows.load(count), k_rows.load(count);
+      q_rows.load(count);
       const auto at = [&](const Strided &x) { return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2]; };
       const int64_t of_out = at(p.dout) + (first + c) * p.dout.stride[3], of_beta = at(p.beta), of_g = at(p.g);
-      const int64_t of_column = head * p.width + first + c;
+      const int64_t of_all = of.range.batch * p.sequences.tokens + token;
+      const float *const kept_m = workspace.of_column(0, of_all) + head * p.width + first + c,
+                         *const kept_z = workspace.of_column(1, of_all) + head * p.width + first + c;
 #pragma unroll 4
       for (int i = 0; i < kTokens / kAtOnce; ++i) {
         const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
         const bool there = t < count;
         const float out = number_of(p.dout.type, bits_at(p.dout, of_out + t * p.dout.stride[1], there));
         const float beta = number_of(p.beta.type, bits_at(p.beta, of_beta + t * p.beta.stride[1], there));
-        const float m = there ? p.workspace.of_column(0, begin + of.from + t)[of_column] : 0.0f;
-        const float z = there ? p.workspace.of_column(1, begin + of.from + t)[of_column] : 0.0f;
+        const float m = there ? kept_m[t * workspace.columns] : 0.0f;
+        const float z = there ? kept_z[t * workspace.columns] : 0.0f;
         const auto put_number = [&](int which, float number) { tile.numbers[which][t][beside(c)] = number; };
         put_number(kM, m), put_number(kZ, z), put_number(kW, beta * m), put_number(kOfM, beta * z);
         put_number(kOut, out);
       }
       if (int(threadIdx.x) < count)
         decays[threadIdx.x] = exp_f32(element(p.g, of_g + int64_t(threadIdx.x) * p.g.stride[1]));
-      q_rows.store(&tile.rows[0][0][0]), k_rows.store(&tile.rows[1][0][0]);
+      q_rows.store(&tile.rows[0][0][0]);
+      k_rows.load(count);
+      k_rows.store(&tile.rows[1][0][0]);
     }
-
-    // ---- Its states and gradients ----
-    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
-    if (of.from + kTokens < tokens) {
-      const float *from[kBackOwn];
+    {
+      uint32_t same = job;
+      make_opaque(same);
+      const uint32_t first = same % of_head * kColumns, head = same / of_head % heads, group = head / in_group;
+      const uint32_t block = head % in_group * of_head + first / kColumns;
+      const TileOf of = tile_of(p.sequences, same / of_head / heads, kTokens);
+      const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
+      kept = workspace.states_at(of.sequence, begin, of.from, group, block);
+      sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
+      if (of.from + kTokens < tokens) {
+        const float *from[kBackOwn];
 #pragma unroll
-      for (int k = 0; k < kBackOwn; ++k)
-        from[k] = gradient_at(p.workspace, begin + of.from, group, block, set + 8 * k) + first_state;
-      restore_wide(gradient, from);
-    } else {
-      const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1];
+        for (int k = 0; k < kBackOwn; ++k)
+          from[k] = gradient_at(workspace, begin + of.from, group, block, set + 8 * k) + first_state;
+        restore_wide(gradient, from);
+      } else {
+        const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1];
 #pragma unroll
-      for (int k = 0; k < kBackOwn; ++k)
+        for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
-        for (int r = 0; r < kRounds; ++r)
+          for (int r = 0; r < kRounds; ++r)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            gradient[k][r][i] =
-                p.dfinal.data ? *reinterpret_cast<const float *>(
-                                    p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[2] +
-                                                (first + set + 8 * k) * p.dfinal.stride[3]))
-                              : 0.0f;
+            for (int i = 0; i < 4; ++i)
+              gradient[k][r][i] =
+                  p.dfinal.data ? *reinterpret_cast<const float *>(
+                                      p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[2] +
+                                                  (first + set + 8 * k) * p.dfinal.stride[3]))
+                                : 0.0f;
+      }
     }
     __syncthreads();  // gradients lie where sums will
 
@@ -574,8 +607,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(key, i), w[k], decay * state[k][r][i]);
       }
     };
-    const int of_token = int(p.workspace.groups * p.workspace.blocks) * kElements;
-    float *const sums_to = Tile::sums_to(p.workspace, begin + of.from, group, block);
+    const int of_token = int(workspace.groups * workspace.blocks) * kElements;
     const auto back = [&](int t) {
       float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], sums[kBackOwn] = {};
       tile.four(kW, t, w), tile.four(kOfM, t, of_m), tile.four(kOut, t, out);
@@ -613,10 +645,15 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
       tile.add_columns(sums_to + t * of_token);
     };
-    take_wide(tile, count, p.workspace.states_at(of.sequence, begin, of.from, group, block), state, step, back);
+    take_wide(tile, count, kept, state, step, back);
     __syncthreads();
 
-    // ---- The sums over the states, whole, and those of the head ----
+    // The sums over the states, whole, and those of the head.
+    uint32_t same = job;
+    make_opaque(same);
+    const uint32_t first = same % of_head * kColumns, head = same / of_head % heads;
+    const TileOf of = tile_of(p.sequences, same / of_head / heads, kTokens);
+    const int64_t token = of.range.begin + of.from;
     {
       const int64_t of_dv = of.range.batch * p.dv.stride[0] + token * p.dv.stride[1] + head * p.dv.stride[2] +
                             (first + c) * p.dv.stride[3];
@@ -631,7 +668,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
     for (int i = int(threadIdx.x); i < 2 * kTokens; i += kBackThreads) {
       const int t = i % kTokens, which = i / kTokens;
       if (t < count)
-        p.workspace.of_head(which, begin + of.from + t, head)[first / kColumns] =
+        workspace.of_head(which, of.range.batch * p.sequences.tokens + token + t, head)[first / kColumns] =
             chain_of(tile.terms[t] + which * kColumns, 0, kColumns);
     }
     __syncthreads();
@@ -650,13 +687,14 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   };
   extern __shared__ __align__(16) char shared[];
   Shared &walk = *reinterpret_cast<Shared *>(shared);
-  const int64_t of_head = divide_up(p.width, kColumns);
+  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads), in_group = heads / uint32_t(p.groups);
   const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, lane = scan_lane();
-  for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, outer = job / of_head / p.heads;
-    const bool backwards = outer % 2;
-    const int64_t sequence = outer / 2, in_group = p.heads / p.groups, group = head / in_group;
-    const int64_t block = head % in_group * of_head + first / kColumns;
+  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
+  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+    const uint32_t first = job % of_head * kColumns, head = job / of_head % heads, group = head / in_group;
+    const uint32_t block = head % in_group * of_head + first / kColumns;
+    const bool backwards = job / of_head / heads % 2;
+    const int64_t sequence = job / of_head / heads / 2;
     const Sequences::Range range = p.sequences.range(sequence);
     const int64_t tokens = range.end - range.begin, begin = range.batch * p.sequences.tokens + range.begin;
     const Strided &numbers_of = backwards ? p.dout : p.v, &given = backwards ? p.dfinal : p.initial;
@@ -667,8 +705,8 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
 #pragma unroll
     for (int k = 0; k < kOwn; ++k)
       load_states(given, of_states(given, k), given.stride[2], left_of(kElements), given.data != nullptr, false, state[k]);
-    float *const first_kept = p.workspace.states_at(sequence, begin, 0, group, block);
-    const int64_t kept_apart = p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
+    float *const first_kept = workspace.states_at(sequence, begin, 0, group, block);
+    const int64_t kept_apart = workspace.groups * workspace.blocks * workspace.block_floats();
 
     const int c = int(threadIdx.x) % kColumns, first_token = int(threadIdx.x) / kColumns;
     const auto at = [&](const Strided &x) { return range.batch * x.stride[0] + range.begin * x.stride[1] + head * x.stride[2]; };
@@ -742,9 +780,9 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
     };
     // What a tile kept of its columns, behind the barrier that follows it.
     const auto flush = [&](int turn, int64_t from) {
-      float *const to = p.workspace.of_column(backwards, begin + from) + head * p.width + first + c;
+      float *const to = workspace.of_column(backwards, begin + from) + head * p.width + first + c;
       const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
-      for (int t = first_token; t < count; t += kAtOnce) to[t * p.workspace.columns] = walk.numbers[turn][t][c];
+      for (int t = first_token; t < count; t += kAtOnce) to[t * workspace.columns] = walk.numbers[turn][t][c];
     };
     const int64_t last = (tokens - 1) / kTokens * kTokens;  // the last tile
     if (tokens > 0) load(backwards ? last : 0), store(0);
@@ -774,7 +812,7 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
       if (backwards && from > 0)
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)
-          keep_at<true>(state[k], gradient_at(p.workspace, begin + from - kTokens, group, block, own + k), kElements);
+          keep_at<true>(state[k], gradient_at(workspace, begin + from - kTokens, group, block, own + k), kElements);
     }
     __syncthreads();
     if (tokens > 0) flush(turn ^ 1, backwards ? 0 : last);
