@@ -63,8 +63,8 @@ __device__ __forceinline__ float part(const float4 &v, int i) {
 }
 
 // Rows of kTokens tokens on their way to shared memory, as they lie in memory: of a thread kOwn elements, in pieces of
-// neighbours. Rows that are not whole pieces are read when they are stored. sure: they are known to be, of kElements.
-template <int kTokens, int kElements, int threads, bool sure = false> struct Rows {
+// neighbours. Rows that are not whole pieces are read when they are stored.
+template <int kTokens, int kElements, int threads> struct Rows {
   static constexpr int kOwn = kTokens * kElements / threads, kPiece = kOwn < 4 ? kOwn : 4, kPieces = kOwn / kPiece;
   static_assert(kTokens * kElements % threads == 0 && (kPiece == 1 || kPiece == 2 || kPiece == 4) &&
                 kOwn % kPiece == 0);
@@ -95,7 +95,7 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
       const int place = (j * threads + thread) * kPiece, n = place % kElements;
       const int64_t t = from + place / kElements;
       Bits got = {};
-      if ((sure || n < count) && t < to) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
+      if (n < count && t < to) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
       uint32_t words[4] = {};
       memcpy(words, &got, sizeof got);
 #pragma unroll
@@ -104,7 +104,7 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
   }
   // Sets out to read the rows of the tokens from `from` on that are before `to`.
   __device__ __forceinline__ void load(int64_t from, int64_t to) {
-    if (!sure && !pieces) {
+    if (!pieces) {
       token = from, end = to;
       return;
     }
@@ -141,7 +141,7 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
     }
   }
   __device__ __forceinline__ void store(float *to) const {
-    if (!sure && !pieces) {
+    if (!pieces) {
 #pragma unroll 1
       for (int i = own_thread(); i < kTokens * kElements; i += threads) {
         const int n = i % kElements;
@@ -221,6 +221,10 @@ template <int kTokens, int kElements, int threads, bool bf16 = false> struct Pie
     else store_as<Type::f16>(to);
   }
 };
+
+inline bool all_bf16(const Strided &a, const Strided &b, const Strided &c, const Strided &d) {
+  return a.type == Type::bf16 && b.type == Type::bf16 && c.type == Type::bf16 && d.type == Type::bf16;
+}
 
 // A column's states, whose elements lie `apart` and are aligned as four where `vectors` says so; what is absent is +0.
 template <int kRounds>

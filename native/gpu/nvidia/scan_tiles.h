@@ -49,19 +49,21 @@ PYDET_HD int64_t tiles_of(const Sequences &sequences, int64_t tokens_of_tile) {
   return tokens / tokens_of_tile + sequences.count;
 }
 
-// The sums over a head's columns of a tile's tokens: a thread has a token, and those of a head that begins at its column, or
-// lies there from the block before.
-template <int kTokens, int threads>
-__device__ __forceinline__ void add_heads(const SelectiveScanBackward &p, const float (&terms)[kTokens][3 * kColumns + 1],
-                                          int64_t token, int count, int64_t at_group, int columns, int64_t block) {
-  for (int i = int(threadIdx.x); i < 3 * kColumns * kTokens; i += threads) {
-    const int t = i % kTokens, at_column = i / kTokens % kColumns, which = i / kTokens / kColumns;
-    if (t >= count || at_column >= columns) continue;
-    const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
-    if (start != at_column && (start > 0 || at_column != 0)) continue;
-    const int ends = start + p.width < columns ? int(start + p.width) : columns;
-    p.workspace.of_head(which, token + t, summed)[block - summed % (p.heads / p.groups) * p.width / kColumns] =
-        chain_of(terms[t] + which * kColumns, at_column, ends);
+// The sums over a head's columns of a tile's tokens: a thread has a token and a head of the block's. Index: numbers of columns
+// are of it.
+template <class Index, int kTokens, int threads>
+__device__ __forceinline__ void add_heads(const SelectiveScanBackward &p,
+                                          const float (&terms)[kTokens][3 * kColumns + 1], int64_t token, int count,
+                                          Index at_group, int columns, Index block) {
+  const Index width = Index(p.width), of_group = Index(p.heads / p.groups), first = at_group / width;
+  const int heads = int((at_group + columns - 1) / width - first) + 1;
+  for (int i = int(threadIdx.x); i < 3 * kTokens * heads; i += threads) {
+    const int t = i % kTokens, which = i / kTokens % 3;
+    if (t >= count) continue;
+    const Index head = first + i / kTokens / 3, start = head * width - at_group;
+    const int end = start + width < columns ? int(start + width) : columns;
+    p.workspace.of_head(which, token + t, head)[block - head % of_group * width / kColumns] =
+        chain_of(terms[t] + which * kColumns, start > 0 ? int(start) : 0, end);
   }
 }
 
@@ -80,23 +82,10 @@ __device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float 
         if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
   }
 }
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const float *from, int64_t states) {
-  const float *own = from + scan_lane() * kScanLaneElements;
-  make_opaque(own);  // else a place of each round would be kept
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if constexpr (vectors) {
-      const float4 got = *reinterpret_cast<const float4 *>(own + r * kScanRound);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
-    }
-  }
-}
-constexpr int kWalkThreads = 128, kBackThreads = 64, kBackOwn = 4, kBackHeld = 3;  // held: states before tokens, besides the last one's
+
+constexpr int kMostWideRounds = 4;  // of 32 states, beyond which registers spill
+constexpr int kWalkThreads = 128, kBackThreads = 64, kBackOwn = 4,
+              kBackHeld = 3;  // held: states before tokens, besides the last one's
 
 // The workspace of so many states, which the compiler then knows.
 template <int kRounds> __device__ __forceinline__ ScanWorkspace of_rounds(ScanWorkspace workspace) {
@@ -162,7 +151,8 @@ template <int kRounds> using DeltaTile = WideTile<kRounds, 5, 1>;
 
 // A thread's states of four columns, from where those of the first one's lane lie, or such gradients.
 template <int kRounds>
-__device__ __forceinline__ void restore_wide(float (&state)[kBackOwn][kRounds][4], const float *const (&from)[kBackOwn]) {
+__device__ __forceinline__ void restore_wide(float (&state)[kBackOwn][kRounds][4],
+                                             const float *const (&from)[kBackOwn]) {
 #pragma unroll
   for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
@@ -173,42 +163,55 @@ __device__ __forceinline__ void restore_wide(float (&state)[kBackOwn][kRounds][4
     }
 }
 
-// Takes the `count` tokens of a tile back: back(t) with `state` as it was before token t, step(t) takes it over one.
-template <class Tile, int kRounds, class Step, class Back>
-__device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept, float (&state)[kBackOwn][kRounds][4],
-                                          const Step &step, const Back &back) {
+template <class Tile, int kRounds>
+__device__ __forceinline__ void restore_kept(float (&state)[kBackOwn][kRounds][4], const float *kept) {
+  const float *const own = kept + Tile::set() * Tile::kElements + Tile::first_state();
+  const float *const from[kBackOwn] = {own, own + 8 * Tile::kElements, own + 16 * Tile::kElements,
+                                       own + 24 * Tile::kElements};
+  restore_wide(state, from);
+}
+
+// Takes the `count` tokens of a tile back, before the first of which `state` is kept: back(t, ahead) with `state` as it was
+// before token t, of which it has no need when it calls ahead(); read(t) is what take() wants that takes it over a token.
+template <class Tile, int kRounds, class Read, class Take, class Back>
+__device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept,
+                                          float (&state)[kBackOwn][kRounds][4], const Read &read, const Take &take,
+                                          const Back &back) {
   constexpr int kSome = kBackHeld + 1;
-  const float *const of_own = kept + Tile::set() * Tile::kElements + Tile::first_state();
-  const float *const from[kBackOwn] = {of_own, of_own + 8 * Tile::kElements, of_own + 16 * Tile::kElements,
-                                       of_own + 24 * Tile::kElements};
+  const auto held = [&](int i, int k, int r) -> float4 & { return tile.held[i][k][r][threadIdx.x]; };
 #pragma unroll 1
   for (int low = (count - 1) / kSome * kSome; low >= 0; low -= kSome) {
-    restore_wide(state, from);
     const int end = low + kSome < count ? low + kSome : count;
 #pragma unroll 1
-    for (int t = 0; t < end - 1; ++t) {
-      if (t >= low)
+    for (int t = 0; t < low; t += kSome)  // side by side: a token's operands are read while the one before is taken
 #pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
+      for (int i = 0; i < kSome; ++i) take(read(t + i));
+#pragma unroll 1
+    for (int t = low; t < end - 1; ++t) {
+      const auto operands = read(t);  // no read passes what is stored next
 #pragma unroll
-          for (int r = 0; r < kRounds; ++r)
-            tile.held[t - low][k][r][threadIdx.x] =
-                make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
-      step(t);
+      for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+          held(t - low, k, r) = make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
+      take(operands);
     }
 #pragma unroll 1
-    for (int t = end - 1; t >= low; --t) {
-      if (t < end - 1)
+    for (int t = end - 1; t >= low; --t)
+      back(t, [&] {
+        if (t == low) {
+          if (low > 0) restore_kept<Tile>(state, kept);
+          return;
+        }
 #pragma unroll
         for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
           for (int r = 0; r < kRounds; ++r) {
-            const float4 got = tile.held[t - low][k][r][threadIdx.x];
+            const float4 got = held(t - 1 - low, k, r);
 #pragma unroll
             for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
           }
-      back(t);
-    }
+      });
   }
 }
 
@@ -244,11 +247,15 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       RowsHere b_rows(p.b, of.range.batch * p.b.stride[0] + group * p.b.stride[2], token),
           c_rows(p.c, of.range.batch * p.c.stride[0] + group * p.c.stride[2], token);
       b_rows.load(count);
-      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width), column = int((at_group + c) % width);
+      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width),
+                column = int((at_group + c) % width);
       const float a = element(p.a, head * p.a.stride[0]);
-      const auto at = [&](const Strided &x) { return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2]; };
-      const int64_t of_x = at(p.x) + column * p.x.stride[3], of_dy = at(p.dy) + column * p.dy.stride[3], of_dt = at(p.dt);
-#pragma unroll 4
+      const auto at = [&](const Strided &x) {
+        return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2];
+      };
+      const int64_t of_x = at(p.x) + column * p.x.stride[3], of_dy = at(p.dy) + column * p.dy.stride[3],
+                    of_dt = at(p.dt);
+#pragma unroll 8
       for (int i = 0; i < kTokens / kAtOnce; ++i) {
         const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
         const bool there = t < count;
@@ -266,9 +273,11 @@ __global__ void __launch_bounds__(kBackThreads, 2)
     {
       uint32_t same = job;  // found again, here and behind, for want of registers
       make_opaque(same);
-      const uint32_t block = same % in_group, group = same / in_group % groups, at_group = group * of_group + block * kColumns;
+      const uint32_t block = same % in_group, group = same / in_group % groups,
+                     at_group = group * of_group + block * kColumns;
       const TileOf of = tile_of(p.sequences, same / in_group / groups, kTokens);
-      const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
+      const int64_t tokens = of.range.end - of.range.begin,
+                    begin = of.range.batch * p.sequences.tokens + of.range.begin;
       kept = workspace.states_at(of.sequence, begin, of.from, group, block);
       sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
 #pragma unroll
@@ -289,32 +298,40 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           for (int r = 0; r < kRounds; ++r)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              gradient[k][r][i] =
-                  p.dfinal.data ? *reinterpret_cast<const float *>(
-                                      p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[3]))
-                                : 0.0f;
+              gradient[k][r][i] = p.dfinal.data ? *reinterpret_cast<const float *>(p.dfinal.at(
+                                                      at + (r * kScanRound + first_state + i) * p.dfinal.stride[3]))
+                                                : 0.0f;
         }
       }
     }
+    restore_kept<Tile>(state, kept);
     __syncthreads();  // gradients lie where sums will
 
-    const auto step = [&](int t) {
+    struct Operands {
       float u[kBackOwn], decay[kBackOwn];
-      tile.four(kU, t, u), tile.four(kDecay, t, decay);
+      float4 b[kRounds];
+    };
+    const auto read = [&](int t) {
+      Operands of;
+      tile.four(kU, t, of.u), tile.four(kDecay, t, of.decay);
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 b = tile.vector(0, t, r);
+      for (int r = 0; r < kRounds; ++r) of.b[r] = tile.vector(0, t, r);
+      return of;
+    };
+    const auto take = [&](const Operands &of) {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
 #pragma unroll
         for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(u[k], part(b, i), decay[k] * state[k][r][i]);
-      }
+          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(of.u[k], part(of.b[r], i), of.decay[k] * state[k][r][i]);
     };
     const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    const auto back = [&](int t) {
+    const auto back = [&](int t, const auto &ahead) {
       float u[kBackOwn], decay[kBackOwn], dy[kBackOwn], sums[2][kBackOwn] = {};
       tile.four(kU, t, u), tile.four(kDecay, t, decay), tile.four(kDy, t, dy);
-      float4 next_b = tile.vector(0, t, 0), next_c = tile.vector(1, t, 0);  // read before sums are stored, which they could not pass
+      float4 next_b = tile.vector(0, t, 0),
+             next_c = tile.vector(1, t, 0);  // read before sums are stored, which they could not pass
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         const float4 b = next_b, c = next_c;
@@ -346,9 +363,10 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         quarter[k] = (odd ? half[k + 2] : half[k]) + gpu_shfl_xor(odd ? half[k] : half[k + 2], 8, 32);
       *reinterpret_cast<float2 *>(&tile.halves[warp][t][second][set * kBackOwn + (odd ? 2 : 0)]) =
           make_float2(quarter[0], quarter[1]);
+      ahead();
       tile.add_columns(sums_to + t * of_token);
     };
-    take_wide(tile, count, kept, state, step, back);
+    take_wide(tile, count, kept, state, read, take, back);
     __syncthreads();
 
     // The sums over the states, whole, and those of heads.
@@ -359,7 +377,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
     const int64_t token = of.range.begin + of.from;
     const uint32_t at_group = group * of_group + block * kColumns;
     {
-      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width), column = int((at_group + c) % width);
+      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width),
+                column = int((at_group + c) % width);
       const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
       const int64_t of_dx =
           of.range.batch * p.dx.stride[0] + token * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
@@ -374,7 +393,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       }
     }
     __syncthreads();
-    add_heads<kTokens, kBackThreads>(p, tile.terms, of.range.batch * p.sequences.tokens + token, count, at_group, kColumns, block);
+    add_heads<int, kTokens, kBackThreads>(p, tile.terms, of.range.batch * p.sequences.tokens + token, count,
+                                          int(at_group), kColumns, int(block));
     __syncthreads();
   }
 }
@@ -384,14 +404,16 @@ __global__ void __launch_bounds__(kBackThreads, 2)
 template <int kRounds>
 __global__ void __launch_bounds__(kWalkThreads, 3)
     selective_walks_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
-  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
+                kTokens = checkpoint_tokens(kElements);
   constexpr int kTurn = 8, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
   struct Shared {
     float rows[2][kTokens][kElements];
     float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
   };
   __shared__ __align__(16) Shared shared;
-  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups), of_group = uint32_t(p.heads) / groups * uint32_t(p.width);
+  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups),
+                 of_group = uint32_t(p.heads) / groups * uint32_t(p.width);
   const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, width = int(p.width);
   const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
   for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
@@ -407,8 +429,9 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
 #pragma unroll
     for (int k = 0; k < kOwn; ++k) {
       const int head = (at_group + own + k) / width, column = (at_group + own + k) % width;
-      load_states(given, sequence * given.stride[0] + head * given.stride[1] + column * given.stride[2], given.stride[3],
-                  left_of(kElements), given.data != nullptr, whole_vectors(given, kElements, true), state[k]);
+      load_states(given, sequence * given.stride[0] + head * given.stride[1] + column * given.stride[2],
+                  given.stride[3], left_of(kElements), given.data != nullptr, whole_vectors(given, kElements, true),
+                  state[k]);
     }
     const auto keep_own = [&](float *to) {  // the first of a block's columns
 #pragma unroll
@@ -421,8 +444,8 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
     const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
     const int first_token = int(threadIdx.x) / kColumns;
     const float a = element(p.a, head * p.a.stride[0]);
-    const int64_t of_number = range.batch * numbers_of.stride[0] + head * numbers_of.stride[2] +
-                              column * numbers_of.stride[3],
+    const int64_t of_number =
+                      range.batch * numbers_of.stride[0] + head * numbers_of.stride[2] + column * numbers_of.stride[3],
                   of_dt = range.batch * p.dt.stride[0] + head * p.dt.stride[2],
                   of_rows = range.batch * rows_of.stride[0] + group * rows_of.stride[2];
     LoadedBits bits[kNumbers], dt_bits[kNumbers];
@@ -447,8 +470,8 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
         const int t = first_token + i * kAtOnce;
         const float number = number_of(numbers_of.type, bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
         // An absent token leaves the states as they are.
-        shared.numbers[turn][t][c] = t < left ? make_float2(backwards ? number : dt * number, exp_f32(dt * a))
-                                              : make_float2(-0.0f, 1.0f);
+        shared.numbers[turn][t][c] =
+            t < left ? make_float2(backwards ? number : dt * number, exp_f32(dt * a)) : make_float2(-0.0f, 1.0f);
       }
     };
     const auto take = [&](int turn, int t, bool back) {
@@ -498,9 +521,10 @@ __global__ void __launch_bounds__(kWalkThreads, 3)
 #pragma unroll
       for (int k = 0; k < kOwn; ++k) {
         const int of_head = (at_group + own + k) / width, of_column = (at_group + own + k) % width;
-        store_states(p.dinitial,
-                     sequence * p.dinitial.stride[0] + of_head * p.dinitial.stride[1] + of_column * p.dinitial.stride[2],
-                     p.dinitial.stride[3], left_of(kElements), whole_vectors(p.dinitial, kElements, true), state[k]);
+        store_states(
+            p.dinitial,
+            sequence * p.dinitial.stride[0] + of_head * p.dinitial.stride[1] + of_column * p.dinitial.stride[2],
+            p.dinitial.stride[3], left_of(kElements), whole_vectors(p.dinitial, kElements, true), state[k]);
       }
     __syncthreads();
   }
@@ -521,7 +545,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   __shared__ float decays[kTokens];
   const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
-  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads), in_group = heads / uint32_t(p.groups);
+  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads),
+                 in_group = heads / uint32_t(p.groups);
   const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
   for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {  // of 32 bits, as above
     float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
@@ -539,12 +564,17 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       RowsHere q_rows(p.q, of.range.batch * p.q.stride[0] + group * p.q.stride[2], token),
           k_rows(p.k, of.range.batch * p.k.stride[0] + group * p.k.stride[2], token);
       q_rows.load(count);
-      const auto at = [&](const Strided &x) { return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2]; };
+      const auto at = [&](const Strided &x) {
+        return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2];
+      };
       const int64_t of_out = at(p.dout) + (first + c) * p.dout.stride[3], of_beta = at(p.beta), of_g = at(p.g);
       const int64_t of_all = of.range.batch * p.sequences.tokens + token;
-      const float *const kept_m = workspace.of_column(0, of_all) + head * p.width + first + c,
-                         *const kept_z = workspace.of_column(1, of_all) + head * p.width + first + c;
-#pragma unroll 4
+      const float *const kept_m = workspace.of_column(0, of_all) + head * p.width + first + c, *const kept_z =
+                                                                                                   workspace.of_column(
+                                                                                                       1, of_all) +
+                                                                                                   head * p.width +
+                                                                                                   first + c;
+#pragma unroll 8
       for (int i = 0; i < kTokens / kAtOnce; ++i) {
         const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
         const bool there = t < count;
@@ -568,7 +598,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       const uint32_t first = same % of_head * kColumns, head = same / of_head % heads, group = head / in_group;
       const uint32_t block = head % in_group * of_head + first / kColumns;
       const TileOf of = tile_of(p.sequences, same / of_head / heads, kTokens);
-      const int64_t tokens = of.range.end - of.range.begin, begin = of.range.batch * p.sequences.tokens + of.range.begin;
+      const int64_t tokens = of.range.end - of.range.begin,
+                    begin = of.range.batch * p.sequences.tokens + of.range.begin;
       kept = workspace.states_at(of.sequence, begin, of.from, group, block);
       sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
       if (of.from + kTokens < tokens) {
@@ -585,30 +616,36 @@ __global__ void __launch_bounds__(kBackThreads, 2)
           for (int r = 0; r < kRounds; ++r)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              gradient[k][r][i] =
-                  p.dfinal.data ? *reinterpret_cast<const float *>(
-                                      p.dfinal.at(at + (r * kScanRound + first_state + i) * p.dfinal.stride[2] +
-                                                  (first + set + 8 * k) * p.dfinal.stride[3]))
-                                : 0.0f;
+              gradient[k][r][i] = p.dfinal.data ? *reinterpret_cast<const float *>(p.dfinal.at(
+                                                      at + (r * kScanRound + first_state + i) * p.dfinal.stride[2] +
+                                                      (first + set + 8 * k) * p.dfinal.stride[3]))
+                                                : 0.0f;
       }
     }
+    restore_kept<Tile>(state, kept);
     __syncthreads();  // gradients lie where sums will
 
-    const auto step = [&](int t) {
-      float w[kBackOwn];
-      tile.four(kW, t, w);
-      const float decay = decays[t];
+    struct Operands {
+      float w[kBackOwn], decay;
+      float4 key[kRounds];
+    };
+    const auto read = [&](int t) {
+      Operands of;
+      tile.four(kW, t, of.w), of.decay = decays[t];
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 key = tile.vector(1, t, r);
+      for (int r = 0; r < kRounds; ++r) of.key[r] = tile.vector(1, t, r);
+      return of;
+    };
+    const auto take = [&](const Operands &of) {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
 #pragma unroll
         for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(key, i), w[k], decay * state[k][r][i]);
-      }
+          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(of.key[r], i), of.w[k], of.decay * state[k][r][i]);
     };
     const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    const auto back = [&](int t) {
+    const auto back = [&](int t, const auto &ahead) {
       float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], sums[kBackOwn] = {};
       tile.four(kW, t, w), tile.four(kOfM, t, of_m), tile.four(kOut, t, out);
       const float decay = decays[t];
@@ -643,9 +680,10 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         half[k] = (second ? sums[k + 2] : sums[k]) + gpu_shfl_xor(second ? sums[k] : sums[k + 2], 16, 32);
       tile.halves[warp][t][0][set * kBackOwn + quad] =
           (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
+      ahead();
       tile.add_columns(sums_to + t * of_token);
     };
-    take_wide(tile, count, kept, state, step, back);
+    take_wide(tile, count, kept, state, read, take, back);
     __syncthreads();
 
     // The sums over the states, whole, and those of the head.
@@ -678,7 +716,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
 template <int kRounds>
 __global__ void __launch_bounds__(kWalkThreads, 2)
     delta_walks_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
-  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
+                kTokens = checkpoint_tokens(kElements);
   constexpr int kTurn = 4, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
   struct Shared {
     float rows[2][2][kTokens][kElements];  // q, of the walk backwards alone, and k
@@ -687,7 +726,8 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   };
   extern __shared__ __align__(16) char shared[];
   Shared &walk = *reinterpret_cast<Shared *>(shared);
-  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads), in_group = heads / uint32_t(p.groups);
+  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads),
+                 in_group = heads / uint32_t(p.groups);
   const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, lane = scan_lane();
   const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
   for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
@@ -704,12 +744,15 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
     };
 #pragma unroll
     for (int k = 0; k < kOwn; ++k)
-      load_states(given, of_states(given, k), given.stride[2], left_of(kElements), given.data != nullptr, false, state[k]);
+      load_states(given, of_states(given, k), given.stride[2], left_of(kElements), given.data != nullptr, false,
+                  state[k]);
     float *const first_kept = workspace.states_at(sequence, begin, 0, group, block);
     const int64_t kept_apart = workspace.groups * workspace.blocks * workspace.block_floats();
 
     const int c = int(threadIdx.x) % kColumns, first_token = int(threadIdx.x) / kColumns;
-    const auto at = [&](const Strided &x) { return range.batch * x.stride[0] + range.begin * x.stride[1] + head * x.stride[2]; };
+    const auto at = [&](const Strided &x) {
+      return range.batch * x.stride[0] + range.begin * x.stride[1] + head * x.stride[2];
+    };
     const int64_t of_number = at(numbers_of) + (first + c) * numbers_of.stride[3], of_g = at(p.g), of_beta = at(p.beta);
     const int64_t of_q = range.batch * p.q.stride[0] + group * p.q.stride[2],
                   of_k = range.batch * p.k.stride[0] + group * p.k.stride[2];
@@ -740,8 +783,9 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
       }
       const int t = int(threadIdx.x);
       if (t < kTokens)
-        walk.gates[turn][t] = t < left ? make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits))
-                                         : make_float2(1.0f, 0.0f);
+        walk.gates[turn][t] = t < left
+                                  ? make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits))
+                                  : make_float2(1.0f, 0.0f);
     };
     const auto take = [&](int turn, int count, int t, bool back) {
       const float2 gates = walk.gates[turn][t];
@@ -824,8 +868,8 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   }
 }
 template <int kRounds>
-constexpr int kDeltaWalkBytes = 4 * (2 * 2 * checkpoint_tokens(kRounds *kScanRound) * kRounds * kScanRound +
-                                     2 * checkpoint_tokens(kRounds *kScanRound) * (kColumns + 2));
+constexpr int kDeltaWalkBytes = 4 * (2 * 2 * checkpoint_tokens(kRounds * kScanRound) * kRounds * kScanRound +
+                                     2 * checkpoint_tokens(kRounds * kScanRound) * (kColumns + 2));
 
 }  // namespace
 }  // namespace pydet

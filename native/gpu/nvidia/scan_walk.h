@@ -13,7 +13,9 @@
 namespace pydet {
 namespace {
 
-// Of a thread kOwn neighbouring columns, one lane of each; a tile of tokens is one for each lane.
+constexpr int kTurn = 4;  // tokens of a turn of a loop: more are more code than is kept near
+
+// Of a thread kOwn neighbouring columns of a head, one lane of each; a tile of tokens is one for each lane.
 template <int kRounds, int kOwn, int kWarps> struct Walk {
   static constexpr int kWalkers = 32 * kWarps, kElements = kRounds * kScanRound, kTokens = kScanLanes;
   static constexpr int kOfWarp = kTeams * kOwn, kColumns = kWarps * kOfWarp;
@@ -125,13 +127,11 @@ constexpr uint32_t kMinusZero = 0x80000000u;
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
-template <int kRounds, int kOwn, int kWarps, int kHeldBlocks, int kTurn, bool bf16>
-__global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
+template <int kRounds, int kOwn, int kWarps, bool bf16>
+__global__ void __launch_bounds__(32 * kWarps, kRounds *kOwn <= 4 ? 3 : 2)
     selective_walk_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   using Own = Walk<kRounds, kOwn, kWarps>;
   constexpr int kTokens = Own::kTokens;
-  constexpr bool kOneHead = kOwn != 3;  // a thread's columns are of one
-  constexpr int kHeads = kOneHead ? 1 : kOwn;
   constexpr int kGatePass = Own::kWalkers / kTokens;  // heads
   struct Shared {
     typename Own::Rows rows[2];
@@ -154,23 +154,17 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       const int64_t at = begin + (own + k < columns ? own + k : 0);
       return at / p.width * x.stride[dimension - 1] + at % p.width * x.stride[dimension];
     };
-    float state[kOwn][kRounds][kScanLaneElements], d[kHeads];
-    int64_t of_y[kHeads];
-    int at_gate[kHeads];
+    float state[kOwn][kRounds][kScanLaneElements];
     const bool near = near_columns<kOwn>(p.y);
 #pragma unroll
     for (int k = 0; k < kOwn; ++k) {
-      if (k < kHeads)
-        of_y[k] = range.batch * p.y.stride[0] + at_column(p.y, k, 3) + (range.begin + lane) * p.y.stride[1];
       load_states(p.initial, sequence * p.initial.stride[0] + at_column(p.initial, k, 2), p.initial.stride[3],
                   left_of(p.states), own + k < columns && p.initial.data, whole_vectors(p.initial, p.states, true),
                   state[k]);
     }
-#pragma unroll
-    for (int k = 0; k < kHeads; ++k) {
-      d[k] = p.d.data ? element(p.d, head_of(k) * p.d.stride[0]) : 0.0f;
-      at_gate[k] = int(head_of(k) - first_head);
-    }
+    int64_t of_y = range.batch * p.y.stride[0] + at_column(p.y, 0, 3) + (range.begin + lane) * p.y.stride[1];
+    const float d = p.d.data ? element(p.d, head_of(0) * p.d.stride[0]) : 0.0f;
+    const int at_gate = int(head_of(0) - first_head);
     // x: a thread brings those of a column, of some tokens of a tile; steps: it brings those of a head.
     Stepped x, dt;
     {
@@ -189,7 +183,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     const float first_a = element(p.a, (first_head + (gate_head < heads ? gate_head : 0)) * p.a.stride[0]);
     const int64_t dt_of_tile = kTokens * p.dt.stride[1] * size_of(p.dt.type);
     LoadedBits x_bits[Own::kNumbers], dt_bits;
-    Pieces<kTokens, Own::kElements, Own::kWalkers, bf16> b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
+    Pieces<kTokens, Own::kElements, Own::kWalkers, bf16> b_rows(
+        p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
         c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], range.begin);
     // Both of the next tile, of which `left` tokens are there; beyond it nothing is brought.
     int left = 0;
@@ -228,11 +223,10 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       if (more) load(token + kTokens);
       // The first rounds of a turn's first token are read in the turn before.
       float4 first_b, first_c;
-      float2 first_gates[kHeads];
+      float2 first_gates;
       float first_x[kOwn];
-      const auto read_numbers = [&](int t, float2(&gates)[kHeads], float(&x)[kOwn]) {
-#pragma unroll
-        for (int k = 0; k < kHeads; ++k) gates[k] = shared.gates[turn][t][at_gate[k]];
+      const auto read_numbers = [&](int t, float2 &gates, float(&x)[kOwn]) {
+        gates = shared.gates[turn][t][at_gate];
         get_own(x, &shared.x[turn][t][own]);
       };
       const auto read_first = [&](int t) {
@@ -242,22 +236,20 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       read_first(0);
 #pragma unroll 1
       for (int t = 0; t < count; t += kTurn) {
-        if (t == (kTurn == kTokens ? 0 : kTokens / 2) && more) store(turn ^ 1);
-float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pass them
+        if (t == (kTokens / 2) && more) store(turn ^ 1);
+        float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pass them
 #pragma unroll
         for (int of = 0; of < kTurn; ++of) {
-          float2 gates[kHeads];
+          float2 gates = first_gates;
           float x[kOwn], u[kOwn];
           if (of == 0) {
-#pragma unroll
-            for (int k = 0; k < kHeads; ++k) gates[k] = first_gates[k];
 #pragma unroll
             for (int k = 0; k < kOwn; ++k) x[k] = first_x[k];
           } else {
             read_numbers(t + of, gates, x);
           }
 #pragma unroll
-          for (int k = 0; k < kOwn; ++k) sums[of][k] = 0.0f, u[k] = gates[kOneHead ? 0 : k].x * x[k];
+          for (int k = 0; k < kOwn; ++k) sums[of][k] = 0.0f, u[k] = gates.x * x[k];
 #pragma unroll
           for (int r = 0; r < kRounds; ++r) {
             const bool read = of == 0 && r == 0;
@@ -266,8 +258,7 @@ float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pas
 #pragma unroll
             for (int i = 0; i < kScanLaneElements; ++i) {
 #pragma unroll
-              for (int k = 0; k < kOwn; ++k)
-                state[k][r][i] = fmaf(part(b, i), u[k], gates[kOneHead ? 0 : k].y * state[k][r][i]);
+              for (int k = 0; k < kOwn; ++k) state[k][r][i] = fmaf(part(b, i), u[k], gates.y * state[k][r][i]);
 #pragma unroll
               for (int k = 0; k < kOwn; ++k) sums[of][k] = fmaf(part(c, i), state[k][r][i], sums[of][k]);
             }
@@ -282,18 +273,9 @@ float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pas
       join_tile<Own>(&shared.sums[warp][0][0], sum);
       get_own(of_x, &shared.x[turn][lane][own]);
 #pragma unroll
-      for (int k = 0; k < kOwn; ++k) sum[k] = p.d.data ? fmaf(d[kOneHead ? 0 : k], of_x[k], sum[k]) : sum[k];
-      if constexpr (kOneHead) {
-        if (lane < count) put_results<bf16>(p.y, of_y[0], p.y.stride[3], near, columns - own, sum);
-      } else {
-#pragma unroll
-        for (int k = 0; k < kOwn; ++k) {
-          const float one[1] = {sum[k]};
-          if (lane < count) put_results<bf16>(p.y, of_y[k], 0, false, columns - own - k, one);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kHeads; ++k) of_y[k] += kTokens * p.y.stride[1];
+      for (int k = 0; k < kOwn; ++k) sum[k] = p.d.data ? fmaf(d, of_x[k], sum[k]) : sum[k];
+      if (lane < count) put_results<bf16>(p.y, of_y, p.y.stride[3], near, columns - own, sum);
+      of_y += kTokens * p.y.stride[1];
       // The sums are written next behind the barrier.
     }
 #pragma unroll
@@ -309,8 +291,8 @@ float sums[kTurn][kOwn];  // stored behind the turn's reads, which could not pas
 
 // A column's sum over the keys is joined before its states go on: while a warp waits for its lanes it adds up the query's
 // sums of the token before.
-template <int kRounds, int kOwn, int kWarps, int kHeldBlocks, int kTurn, bool bf16>
-__global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
+template <int kRounds, int kOwn, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, 2)
     delta_walk_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   using Own = Walk<kRounds, kOwn, kWarps>;
   constexpr int kTokens = Own::kTokens;
@@ -348,7 +330,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
     };
     Stepped g = gate(p.g), beta = gate(p.beta);
     LoadedBits v_bits[Own::kNumbers], g_bits, beta_bits;
-    Pieces<kTokens, Own::kElements, Own::kWalkers, bf16> q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], range.begin),
+    Pieces<kTokens, Own::kElements, Own::kWalkers> q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2],
+                                                          range.begin),
         k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], range.begin);
     const bool near = near_columns<kOwn>(p.o);
     int64_t of_o = range.batch * p.o.stride[0] + (range.begin + lane) * p.o.stride[1] + head * p.o.stride[2] +
@@ -358,7 +341,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       left = range.end - token < kTokens ? int(range.end - token) : kTokens;
       q_rows.load(left), k_rows.load(left);
 #pragma unroll
-      for (int i = 0; i < Own::kNumbers; ++i) v_bits[i] = v.load<bf16>(i, brings && Own::brought_token(i) < left);
+      for (int i = 0; i < Own::kNumbers; ++i) v_bits[i] = v.load(i, brings && Own::brought_token(i) < left);
       g_bits = g.load(0, gated && int(threadIdx.x) < left), beta_bits = beta.load(0, gated && int(threadIdx.x) < left);
       v.at += Own::kNumbers * v.step, g.at += g.step, beta.at += beta.step;
     };
@@ -367,12 +350,11 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       if (Own::brings())
 #pragma unroll
         for (int i = 0; i < Own::kNumbers; ++i)
-          shared.v[turn][Own::brought_token(i)][Own::brought_column()] = brought_number<bf16>(v.type, v_bits[i]);
+          shared.v[turn][Own::brought_token(i)][Own::brought_column()] = number_of(v.type, v_bits[i]);
       if (gated)
         shared.gates[turn][threadIdx.x] =
-            int(threadIdx.x) < left
-                ? make_float2(exp_f32(number_of(g.type, g_bits)), number_of(beta.type, beta_bits))
-                : make_float2(1.0f, 0.0f);
+            int(threadIdx.x) < left ? make_float2(exp_f32(number_of(g.type, g_bits)), number_of(beta.type, beta_bits))
+                                    : make_float2(1.0f, 0.0f);
     };
     // The sums of a token are of the query and the states that it left, while the next one's are joined.
     float4 query[kRounds] = {};
@@ -384,7 +366,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       __syncwarp();
       float sum[kOwn];
       join_tile<Own>(&shared.sums[turn][warp][0][0], sum);
-      if (lane < count) put_results<bf16>(p.o, of_o, p.o.stride[3], near, columns - own, sum);
+      if (lane < count) put_results<false>(p.o, of_o, p.o.stride[3], near, columns - own, sum);
       of_o += kTokens * p.o.stride[1];
     };
     const auto leave = [&](int turn, int t, const float(&sum)[kOwn]) {
@@ -400,7 +382,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
       if (more) load(token + kTokens);
 #pragma unroll 1
       for (int t = 0; t < count; t += kTurn) {
-        if (t == (kTurn == kTokens ? 0 : kTokens / 2) && more) store(turn ^ 1);
+        if (t == (kTokens / 2) && more) store(turn ^ 1);
         float4 keys[kRounds];
         float2 gates = shared.gates[turn][t];
         float v_here[kOwn];
@@ -428,8 +410,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
           // that is asked did not seem to follow from them.
           constexpr int kSum = kRounds * kScanLaneElements, kSteps = 3;
           int tie = 0;
-#pragma unroll
-          for (int h = kScanLanes / 2, step = 0; h; h /= 2, ++step) {
+          const auto join = [&](auto which) {
+            constexpr int step = decltype(which)::value, h = kScanLanes / 2 >> step;
             float other[kOwn];
 #pragma unroll
             for (int k = 0; k < kOwn; ++k) other[k] = gpu_shfl_xor(known[k], h * kTeams | tie, 32);
@@ -445,7 +427,10 @@ __global__ void __launch_bounds__(32 * kWarps, kHeldBlocks)
             }
 #pragma unroll
             for (int k = 0; k < kOwn; ++k) known[k] = known[k] + other[k];
-          }
+          };
+          join(std::integral_constant<int, 0>());
+          join(std::integral_constant<int, 1>());
+          join(std::integral_constant<int, 2>());
 #pragma unroll
           for (int r = 0; r < kRounds; ++r) query[r] = vector_of(shared.rows[turn][0][t + of], r);
           leave(of || t ? turn : turn ^ 1, (t + of + kTokens - 1) % kTokens, sum);
