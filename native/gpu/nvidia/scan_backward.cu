@@ -16,11 +16,11 @@ namespace {
 // within a warp, whose columns are 8 apart, and then through shared memory; one block's are parts of a sum that a kernel
 // behind adds up.
 //
-// Two chains walk the tokens: the states forwards, their gradients backwards. Neither needs the other, so blocks of their own
-// walk them first and keep what is at each tile's begin, or end; then each tile is taken back by a block of its own, all of
-// them side by side. What is kept at a tile's end lies where the tile's parts of sums will. With a decay for each state,
-// whose gradient is a chain of a column over its tokens, and of many states, of which a tile's parts are too few, one block
-// does both, a tile after the other.
+// Two chains walk the tokens: the states forwards, their gradients backwards. Neither needs the other, so of states that fill
+// up to four rounds blocks of their own walk them first and keep what is at each tile's begin, or end; then each tile is taken
+// back by a block of its own, all of them side by side (scan_tiles.h). What is kept at a tile's end lies where the tile's
+// parts of sums will. Of other states, whose tiles' parts may be too few, with a decay for each state, whose gradient is a
+// chain of a column over its tokens, and of columns that fill no block, the kernels here do both, a tile after the other.
 
 constexpr int64_t kMostHeldStates = 256, kMostOwnRates = 128;  // of a column, beyond which registers spill
 constexpr int kWarps = kThreads / 32;

@@ -148,6 +148,7 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
 };
 template <int kRounds> using SelectiveTile = WideTile<kRounds, 5, 2>;
 template <int kRounds> using DeltaTile = WideTile<kRounds, 5, 1>;
+static_assert(sizeof(SelectiveTile<4>) <= kBlockSharedBytes && sizeof(SelectiveTile<2>) <= kBlockSharedBytes);
 
 // A thread's states of four columns, from where those of the first one's lane lie, or such gradients.
 template <int kRounds>
