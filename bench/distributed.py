@@ -70,7 +70,7 @@ class Run:
         return self.torch.randn(shape, generator=generator).to(dtype or self.torch.bfloat16)
 
     def most(self, value):
-        worst = self.torch.tensor([float(value)])
+        worst = self.torch.tensor([float(value)], device=self.device)
         self.dist.all_reduce(worst, self.dist.ReduceOp.MAX)
         return float(worst)
 
@@ -106,8 +106,11 @@ class Run:
         return round(self.most(statistics.median(times[1:])), 2)
 
     def timed(self, call, count=7):
-        """us of an eager call, the ranks starting together: the median, on the slowest rank."""
+        """us of an eager call, the ranks starting together: the median, on the slowest rank. Without a default device,
+        which is a mode that each of PyTorch's functions goes through: it doubles what the host takes for small calls.
+        """
         times = []
+        self.torch.set_default_device(None)
         for i in range(count + 2):
             self.most(0)
             self.torch.cuda.synchronize()
@@ -115,6 +118,7 @@ class Run:
             call(i)
             self.torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e6)
+        self.torch.set_default_device(self.device)
         return round(self.most(statistics.median(times[2:])), 1)
 
 
@@ -477,12 +481,13 @@ def whole(run):
         run.note("whole", what=what, m=m, us=us, differ=differ)
     tokens, us, found = 4096, {}, {}
     x = run.normal(tokens, WIDTH, seed=12)
+    attends = {kind: reading(run, kind, tokens) for kind in (*kinds.values(), alone)}
 
     def passes(kind, weights, own):
         leaves = {k: v if k == "norms" else v.detach().requires_grad_() for k, v in weights.items()}
         leaves["norms"] = [w.detach().requires_grad_() for w in weights["norms"]]
         given = x.detach().requires_grad_()
-        y = whole_layer(kind, leaves, given, own, reading(run, kind, tokens))
+        y = whole_layer(kind, leaves, given, own, attends[kind])
         y.backward(x)
         return {
             "y": y.detach(),
@@ -602,7 +607,7 @@ def experts(run):
         dist.all_to_all_single(theirs, counts)
         send, receive = (t.view(world, each).sum(1).tolist() for t in (counts, theirs))
         rows = Exchanged.apply(x[order // SLOTS], send, receive)
-        to = torch.arange(each).repeat(world).repeat_interleave(theirs).argsort(stable=True)
+        to = torch.arange(each, device=run.device).repeat(world).repeat_interleave(theirs).argsort(stable=True)
         ends = theirs.view(world, each).sum(0).cumsum(0).to(torch.int32)
         gate, value = torch._grouped_mm(rows[to], up.mT, offs=ends).chunk(2, -1)
         made = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.mT, offs=ends)

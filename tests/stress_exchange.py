@@ -47,11 +47,13 @@ class Case:
             self.call = lambda: pd.reduce_scatter(given, torch.zeros(each, device=run.device), group=self.group)
             self.wanted = pydet.fold(shares)[rank * each : (rank + 1) * each]
         elif run.pushes and number % 3 == 0:
-            self.pushes, self.group = True, run.dist.group.WORLD
-            m, n, k = draw.choice((64, 128)), draw.choice((128, 520)), 256 * world
+            relays = world == 2 and number % 2 == 1  # they share their memory with the pushes
+            self.pushes, self.group = not relays, run.dist.group.WORLD
+            m, n, k = draw.choice((600, 1100) if relays else (64, 128)), draw.choice((128, 520)), 256 * world
             x, w = (torch.randn(s, k, generator=generator).to(run.device, torch.bfloat16) for s in (m, n))
             xr, wr = (t.chunk(world, 1)[rank].contiguous() for t in (x, w))
-            self.call = lambda: pd.row_parallel_linear(xr, wr, segments=2 * world, method="push")
+            method = "relay" if relays else "push"
+            self.call = lambda: pd.row_parallel_linear(xr, wr, segments=2 * world, method=method)
             self.wanted = pydet.gemm(x, w.t(), k_chunk=128)
         else:
             self.call = lambda: pd.all_reduce(mine, **options)

@@ -158,6 +158,48 @@ def products(rank, world):
                 )  # fmt: skip
                 pd.check_exchanges()
                 assert y.equal(one), f"{method} {m}x{n}x{k}, {relay.APART} apart"
+        dy, relay.APART = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).bfloat16(), 1
+        whole, wt, one_dw = torch.ones(m, n).bfloat16(), w.t().contiguous(), None
+        for method in methods:  # the gradient of x sums over the columns that are shared out; dw is made meanwhile
+            given, own = whole.clone().requires_grad_(), w[:, begin:end].t().contiguous().requires_grad_()
+            made = pd.column_parallel_linear(given, own, out_features=k, method=method, arithmetic="sm90")
+            made.backward(dy[:, begin:end].contiguous())
+            want = pydet.gemm(dy, wt, k_chunk=pd.segment_length(k, segments), arithmetic="sm90")
+            one_dw = pydet.gemm_db(dy[:, begin:end].contiguous(), whole, arithmetic="sm90")
+            assert given.grad.equal(want) and own.grad.equal(one_dw), f"gradients by {method} {m}x{n}x{k}"
+    late_results(rank, world)
+
+
+def late_results(rank, world):
+    """A push may follow a relay whose results the other rank has not read yet: it waits for it."""
+    import time
+
+    import torch
+
+    import pydet
+    import pydet.torch.distributed as pd
+    from pydet.torch.distributed import relay, symmetric
+
+    if world != relay.RANKS:
+        return
+    x, w = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(7)).bfloat16() for shape in ((64, 256), (24, 256))
+    )
+    begin, end = pd.shard_bounds(256, 8, rank, world)
+    one = pydet.gemm(x, w.t(), k_chunk=32, arithmetic="sm90")
+    awaited = symmetric.Peers.launch_awaited
+
+    def late(*given):
+        time.sleep(0.2 * rank)
+        return awaited(*given)
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(symmetric.Peers, "launch_awaited", late)
+        for method in ("relay", "push", "relay", "push"):
+            xr, wr = (t[:, begin:end].contiguous() for t in (x, w))
+            y = pd.row_parallel_linear(xr, wr if method == "relay" else -wr, method=method, arithmetic="sm90")
+            pd.check_exchanges()
+            assert y.equal(one if method == "relay" else -one), f"{method} after another"
 
 
 def disagreements(rank, world):

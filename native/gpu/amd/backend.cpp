@@ -80,10 +80,8 @@ constexpr Kernel<Gemm> kGemm[] = {
     Row("hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
-constexpr uint64_t kAllOfScaled =
-    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled)
+    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kScaledGemmFeatures)
         .launches(scaled_gemm_ieee_64x64),
 };
 

@@ -317,16 +317,18 @@ def reduce_sums(
     method: str,
     rows: bool = False,
     first_sums: int = 0,
+    chosen: str | None = None,
 ) -> Tensor:
     """After :func:`together`: the fold of all ranks' sums ``[s, ...]``; under `rows` this rank's rows of it alone.
 
     first_sums: by the methods of peers alone: every other rank has so many, and rank 0 the sum of its own as many.
+    chosen: the method that is meant, where the caller knows it.
     """
     world = dist.get_world_size(group)
     if world == 1:
         return fold_all(sums, bias, out_dtype, order)
     peers, count = peers_of(group, sums.device), (first_sums or len(sums)) * world
-    name = choose(op, method, order, count, sums[0].numel(), world, peers)
+    name = chosen or choose(op, method, order, count, sums[0].numel(), world, peers)
     shape = (sums.shape[1] // world, *sums.shape[2:]) if rows else tuple(sums.shape[1:])
     if name in PEER_METHODS:
         assert peers is not None

@@ -8,12 +8,14 @@ rank's shard is the shorter one (:func:`shard_bounds`). With ``even`` all segmen
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from pydet._native import INVALID_VALUE, constants, fail
+from pydet._native import INVALID_VALUE, Error, constants, fail
 from pydet.ops import Arithmetic, gemm, gemm_db
 from pydet.torch.distributed import relay
 from pydet.torch.distributed.exchange import (
@@ -64,8 +66,25 @@ def _check_shard(op: str, name: str, have: int, extent: int, segments: int, even
     return segment_length(extent, segments, even)
 
 
-def _in_one_launch(x: Tensor, w: Tensor, chunk: int, arithmetic: Arithmetic) -> bool:
-    """Whether a batch of segments of few rows is one pass over the weights (native/gpu/nvidia/sm90/skinny.cu)."""
+class _Plan(NamedTuple):
+    """What the terms of a product come to: calls with peers make it once, when all ranks have agreed on them."""
+
+    method: str  # "alone": of one rank, whose product is the result
+    chunk: int
+    own: int  # segments of a rank
+    first_sums: int = 0  # the same, where rank 0 makes the sum of its own in one product; else 0
+    whole: bool = False  # this rank's result is that sum
+    at_once: bool = False  # its segments are one batch
+    relays: bool = False  # a graph's calls may be a relay, by peers' memory
+
+
+def _one_batch(x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic) -> bool:
+    """Whether the segments of x ``[M, k]`` times w ``[k, N]`` are made as a batch; of few rows they are where that is
+    one pass over the weights (native/gpu/nvidia/sm90/skinny.cu)."""
+    if x.shape[1] != count * chunk:
+        return False
+    if x.shape[0] > _FEW_ROWS:
+        return True
     if x.device.type != "cuda" or torch.version.cuda is None or x.dtype == torch.float32 or chunk % STEP:
         return False
     along_k, hopper = w.stride(0) == 1, torch.cuda.get_device_capability(x.device) == (9, 0)
@@ -73,12 +92,18 @@ def _in_one_launch(x: Tensor, w: Tensor, chunk: int, arithmetic: Arithmetic) -> 
 
 
 def _segment_sums(
-    x: Tensor, w: Tensor, chunk: int, count: int, arithmetic: Arithmetic, out: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    chunk: int,
+    count: int,
+    arithmetic: Arithmetic,
+    out: Tensor | None = None,
+    at_once: bool | None = None,
 ) -> Tensor:
     """``[count, M, N]`` fp32: x ``[M, k]`` times w ``[k, N]`` by segments of k; those that are not there are zeros."""
     (m, k), n = x.shape, w.shape[1]
     sums = x.new_empty(count, m, n, dtype=torch.float32) if out is None else out
-    if k == count * chunk and (m > _FEW_ROWS or _in_one_launch(x, w, chunk, arithmetic)):
+    if _one_batch(x, w, chunk, count, arithmetic) if at_once is None else at_once:
         a, b = x.unflatten(1, (count, chunk)).transpose(0, 1), w.unflatten(0, (count, chunk))
         return gemm(a, b, out=sums, arithmetic=arithmetic)
     for i in range(count):
@@ -100,6 +125,8 @@ def _push(
     out = x.new_empty(each if rows else x.shape[0], w.shape[1])
     # The peers' memory is written from here on: only once the group's earlier fold is over, which read it.
     with peers.turn(x.shape[0] * w.shape[1]) as stream:
+        if peers.relays:  # which end on one rank while the other still reads what was brought
+            peers.meet(stream)
         for step in range(1, peers.world + 1):
             owner = (peers.rank + step) % peers.world
             mine = x[owner * each : (owner + 1) * each]
@@ -120,22 +147,87 @@ def _parallel_product(
     out: str,
     method: str,
     arithmetic: Arithmetic,
+    *,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """The ordered sum over all ranks of x ``[M, k]`` times w ``[k, N]``, in x's type; `extent` is k of all ranks."""
+    """The ordered sum over all ranks of x ``[M, k]`` times w ``[k, N]``, in x's type; `extent` is k of all ranks.
+
+    meanwhile: launches what does not need it. A method that waits for the other ranks calls this before.
+    """
+    peers, plan = peers_of(group, x.device), None
+    given: tuple[Any, ...] = ()
+    made: Tensor | None = None
+    if peers is not None:
+        added = None if bias is None else (bias.shape, bias.dtype, bias.device)
+        tensors = x.shape, x.dtype, x.stride(), w.shape, w.dtype, w.stride(), w.device, added
+        given = op, tensors, extent, segments, even, out, method, arithmetic, capturing()
+        plan = peers.planned(op, given)
+    if plan is not None:
+        try:
+            made = _own_sums(x, w, plan, arithmetic)
+        except (Error, ValueError, TypeError, RuntimeError):
+            plan = None  # the others are told below
+    if plan is None:
+        agree = lambda: _agree(op, x, w, bias, extent, segments, even, group, out, method, arithmetic)  # noqa: E731
+        plan, made = agree()
+        if peers is not None:
+            if plan.relays and not relay.reserve(peers, x.shape[0], w.shape[1], x.dtype, plan.own):
+                plan, made = agree()
+            peers.plan(given, plan)
+    rows = out == "shard_rows"
+    if plan.method == "push" and peers is not None:
+        return _push(x, w, plan.chunk, plan.own, arithmetic, bias, peers, rows)
+    if plan.method == "relay":
+        if x.shape[0] * w.shape[1] == 0:
+            return x.new_empty(x.shape[0], w.shape[1])
+        if peers is None:
+            return relay.relay_by_collectives(x, w, plan.chunk, arithmetic, bias, group)
+        sums = lambda rows: _segment_sums(rows, w, plan.chunk, plan.own, arithmetic)  # noqa: E731
+        return relay.relay_by_peers(x, w, plan.chunk, plan.own, sums, arithmetic, bias, peers, meanwhile)
+    assert made is not None
+    if plan.method == "alone":
+        return made
+    first = plan.first_sums if peers is not None else 0
+    return reduce_sums(op, made, group, bias, x.dtype, "ordered", method, rows, first, plan.method)
+
+
+def _own_sums(x: Tensor, w: Tensor, plan: _Plan, arithmetic: Arithmetic) -> Tensor | None:
+    """What this rank gives to the fold; nothing yet, where its product waits for the other ranks."""
+    if plan.method in ("push", "relay"):
+        return None
+    if plan.whole:
+        return gemm(x, w, k_chunk=plan.chunk, arithmetic=arithmetic, out_dtype=torch.float32).unsqueeze(0)
+    return _segment_sums(x, w, plan.chunk, plan.own, arithmetic, at_once=plan.at_once)
+
+
+def _agree(
+    op: str,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    extent: int,
+    segments: int,
+    even: bool,
+    group: Group,
+    out: str,
+    method: str,
+    arithmetic: Arithmetic,
+) -> tuple[_Plan, Tensor | None]:
+    """The plan and what this rank gives, when all ranks have come with the same terms."""
     world, peers = dist.get_world_size(group), peers_of(group, x.device)
 
-    def chosen() -> str:
+    def planned(chunk: int) -> _Plan:
         product = method == "push" or x.shape[0] % world == 0
-        relays = segment_length(extent, segments, even) % STEP == 0 and out == "replicate"
-        relays = relays and (peers is None or (world == relay.RANKS and peers.pushes))
-        # An eager relay's launches take the host longer than the device.
-        prefers = x.shape[0] >= relay.LEAST_ROWS and segments > world and (peers is None or capturing())
-        return choose(op, method, "ordered", segments, x.shape[0] * w.shape[1], world, peers, product, relays, prefers)
-
-    def first_sums() -> int:
-        """How many segments each rank has, where rank 0 makes the sum of its own in one product."""
-        chunk, each = segment_length(extent, segments, even), segments // world
-        return each if each > 1 and chunk % STEP == 0 and chosen() in PEER_METHODS else 0
+        relays = chunk % STEP == 0 and out == "replicate"
+        relays = relays and (peers is None or peers.relaying)
+        m, several, own = x.shape[0], segments > world, segments // world
+        prefers = several and m >= relay.least_rows(peers is None or capturing())
+        name = choose(op, method, "ordered", segments, m * w.shape[1], world, peers, product, relays, prefers)
+        first = own if several and chunk % STEP == 0 and name in PEER_METHODS else 0
+        whole = first > 0 and dist.get_rank(group) == 0
+        may_relay = method == "relay" or (method == "auto" and several and m >= relay.least_rows(True))
+        may_relay = may_relay and relays and peers is not None and m * w.shape[1] > 0 and not capturing()
+        return _Plan(name, chunk, own, first, whole, _one_batch(x, w, chunk, own, arithmetic), may_relay)
 
     def terms() -> tuple[Any, ...]:
         if w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -146,42 +238,28 @@ def _parallel_product(
             fail(INVALID_VALUE, f"{op}: out is {out!r}, want 'replicate' or 'shard_rows'")
         if out == "shard_rows":
             shared(x.shape[0], world, op, "the number of rows")
+        plan, made = _Plan("alone", chunk, segments), None
         if world == 1 and chunk % STEP == 0:
-            result = gemm(x, w, bias=bias, k_chunk=chunk, arithmetic=arithmetic)
+            made = gemm(x, w, bias=bias, k_chunk=chunk, arithmetic=arithmetic)
         elif world == 1:
-            result = fold_all(_segment_sums(x, w, chunk, segments, arithmetic), bias, x.dtype)
-        elif chosen() == "push":
-            if capturing():
+            made = fold_all(_segment_sums(x, w, chunk, segments, arithmetic), bias, x.dtype)
+        else:
+            plan = planned(chunk)
+            if plan.method == "push" and capturing():
                 fail(
                     INVALID_VALUE,
                     f"{op}: method is 'push' under graph capture, whose products nothing orders in a replay",
                 )
-            shared(x.shape[0], world, op, "the number of rows")
-            result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
-        elif chosen() == "relay":
-            result = gemm(x[:0], w, bias=bias, arithmetic=arithmetic)
-        elif first_sums() and dist.get_rank(group) == 0:
-            result = gemm(x, w, k_chunk=chunk, arithmetic=arithmetic, out_dtype=torch.float32).unsqueeze(0)
-        else:
-            result = _segment_sums(x, w, chunk, segments // world, arithmetic)
+            if plan.method == "push":
+                shared(x.shape[0], world, op, "the number of rows")
+            if plan.method in ("push", "relay"):
+                gemm(x[:0], w, bias=bias, arithmetic=arithmetic)  # refuses what the products would
+            made = _own_sums(x, w, plan, arithmetic)
         shape = f"{x.shape[0]} rows, {w.shape[1]} columns, {extent} summed in {segments} segments of {chunk}"
-        return result, shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", out, method
+        return (plan, made), shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", out, method
 
-    result: Tensor = together(op, group, x.device, terms)[0]
-    if world == 1:
-        return result
-    chunk, count = segment_length(extent, segments, even), segments // world
-    if peers is not None and chosen() == "push":
-        return _push(x, w, chunk, count, arithmetic, bias, peers, out == "shard_rows")
-    if chosen() == "relay":
-        if x.shape[0] * w.shape[1] == 0:
-            return x.new_empty(x.shape[0], w.shape[1])
-        if peers is None:
-            return relay.relay_by_collectives(x, w, chunk, arithmetic, bias, group)
-        sums = lambda rows: _segment_sums(rows, w, chunk, count, arithmetic)  # noqa: E731
-        return relay.relay_by_peers(x, w, chunk, count, sums, arithmetic, bias, peers)
-    rows = out == "shard_rows"
-    return reduce_sums(op, result, group, bias, x.dtype, "ordered", method, rows, first_sums() if peers else 0)
+    found: tuple[_Plan, Tensor | None] = together(op, group, x.device, terms)[0]
+    return found
 
 
 def _sum_rows(dy: Tensor) -> Tensor:
@@ -224,7 +302,16 @@ class _ColumnParallel(torch.autograd.Function):
             shape = f"{x.shape[0]} rows of {x.shape[1]}, {extent} columns in {segments} segments of {chunk}"
             return y, shape, x.dtype, f"bias {bias is not None}", f"arithmetic {arithmetic}", rows, method
 
-        y: Tensor = together(op, group, x.device, terms)[0]
+        peers, y = peers_of(group, x.device), None
+        added = None if bias is None else (bias.shape, bias.dtype, bias.device)
+        given = op, "forward", x.shape, x.dtype, w.shape, w.dtype, w.device, added, options
+        if peers is not None and peers.planned(op, given):
+            with contextlib.suppress(Error, ValueError, TypeError, RuntimeError):  # what is wrong all are told below
+                y = gemm(x, w.t(), bias=bias, arithmetic=arithmetic)
+        if y is None:
+            y = together(op, group, x.device, terms)[0]
+            if peers is not None:
+                peers.plan(given, True)
         ctx.options, ctx.has_bias = options, bias is not None
         if rows == "shard_rows" and dist.get_world_size(group) > 1:
             x = _all_rows(x, group)
@@ -235,10 +322,16 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x, w), arithmetic = ctx.saved_tensors, ctx.options[-1]
-        dy, dx = gradients[0].contiguous(), None
+        dy, dx, dw = gradients[0].contiguous(), None, None
+
+        def of_weight() -> None:
+            nonlocal dw
+            if ctx.needs_input_grad[1] and dw is None:
+                dw = gemm_db(dy, x, arithmetic=arithmetic)
+
         if ctx.needs_input_grad[0]:
-            dx = _parallel_product("column_parallel_linear", dy, w, None, *ctx.options)
-        dw = gemm_db(dy, x, arithmetic=arithmetic) if ctx.needs_input_grad[1] else None
+            dx = _parallel_product("column_parallel_linear", dy, w, None, *ctx.options, meanwhile=of_weight)
+        of_weight()
         return dx, dw, _sum_rows(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
 
 

@@ -172,7 +172,9 @@ def _segments_of(gradient: Any, segments: int, group: Group) -> Tensor:
     return torch.cat(own)
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Group = None, segments: int = 8) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, *, group: Group = None, segments: int = 8, stages: Group = None
+) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` (of norm 2) with bits that do not depend on the number of ranks.
 
     The sum of squares of each gradient is taken by segments of the dimension that is sharded (a DTensor's), which are
@@ -185,6 +187,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
         max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``, in place.
         group: the ranks that share the DTensors, the default group if None; without one this process alone.
         segments: a multiple of the number of ranks that divides every sharded dimension.
+        stages: the ranks that have the model's other parameters, those of rank 0 first (pipeline parallel): the norm is
+            that of one rank which has all of them in this order. None: there are no others. With it, and without a
+            ``group``, no tensor is shared.
 
     Returns:
         The norm before clipping, a float32 scalar.
@@ -194,6 +199,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
     op = "clip_grad_norm_"
     gradients: list[Any] = [x for x in map(own_gradient, parameters) if x is not None]
     if not gradients:
+        if stages is not None:
+            fail(INVALID_VALUE, f"{op}: this stage has no gradients, and the others wait for it")
         return torch.zeros(())
     first = gradients[0].to_local() if isinstance(gradients[0], DTensor) else gradients[0]
 
@@ -209,16 +216,26 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, group: Gro
             segments,
         )
 
-    alone = group is None and not dist.is_initialized()
+    alone = group is None and (stages is not None or not dist.is_initialized())
     sums: list[Tensor] = terms()[0] if alone else together(op, group, first.device, terms)[0]
     sharded = [i for i, gradient in enumerate(gradients) if is_sharded(gradient)]
     if sharded:
         everyone = gather(torch.stack([sums[i] for i in sharded]), group)  # [W, parameters, S / W]
         for place, i in enumerate(sharded):
             sums[i] = everyone[:, place].reshape(-1)
-    total = exact_sqrt(fold_all(torch.stack([fold_all(s) for s in sums])))
+    squares = torch.stack([fold_all(s) for s in sums])
+    if stages is not None:
+        squares = _of_all_stages(squares, stages)
+    total = exact_sqrt(fold_all(squares))
     scale = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(scale.to(local.device))
     return total
+
+
+def _of_all_stages(squares: Tensor, stages: Group) -> Tensor:
+    """The numbers ``[n]`` of all ranks, of which each has its own n, one rank's after the other's."""
+    counts = gather(torch.tensor([len(squares)], device=squares.device), stages).view(-1).tolist()
+    everyone = gather(torch.nn.functional.pad(squares, (0, max(counts) - len(squares))), stages)
+    return torch.cat([own[:count] for own, count in zip(everyone, counts, strict=True)])

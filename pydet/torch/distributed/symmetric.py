@@ -12,11 +12,10 @@ ranks, with signals of zeros.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from pydet import _native
 from pydet._native import constants, fail, ffi
 from pydet.ops import FOLD_PARTS, Order
 from pydet.torch.distributed.ipc import driver, shared_addresses
-from pydet.torch.distributed.turns import Turns, blocks_of
+from pydet.torch.distributed.turns import Turn, Turns, blocks_of
 
 Tensor: TypeAlias = torch.Tensor
 Group: TypeAlias = Any
@@ -43,7 +42,7 @@ _turns: dict[torch.device, Turns] = {}
 
 
 def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def capture_number(stream: Any) -> int:
@@ -112,7 +111,11 @@ class Peers:
         self.calls = 0  # folds so far, the same on all ranks
         self.terms, self.meanings = 1, {_ASKS: "terms that are new to it"}
         self.fault = torch.zeros(constants.PYDET_FOLD_FAULT, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.reason = self.fault.numpy()  # the device writes there
+        self.reason = (ctypes.c_int64 * len(self.fault)).from_address(self.fault.data_ptr())  # the device writes there
+        self.plans: dict[Any, Any] = {}  # of calls whose terms all ranks have agreed on: see :meth:`plan`
+        self.courses: dict[Any, Any] = {}  # of relays
+        self.relays = False  # whether there was one, or a graph may have some
+        self.relaying = self.pushes and self.world == 2  # whether there may be one
         self.failed = False
         self.last_word = 0
         self._flags: tuple[Tensor, Tensor] | None = None
@@ -194,12 +197,10 @@ class Peers:
             self.launch(stream, parts, out, bias, order, accumulate, gathered, scatter, kernel, first_sums)
         return out
 
-    @contextlib.contextmanager
-    def turn(self, elements: int) -> Iterator[Any]:
+    def turn(self, elements: int) -> Turn:
         """The current stream, when a fold of so many elements is next of its group, until it is launched."""
         stream = torch.cuda.current_stream(self.device)
-        with self.turns.turn(self, stream, blocks_of(elements), capture_number(stream)):
-            yield stream
+        return self.turns.turn(self, stream, blocks_of(elements), capture_number(stream))
 
     def launch(
         self,
@@ -219,8 +220,14 @@ class Peers:
         peers = self._arguments(self.last_word)
         peers.gathered, peers.scatter, peers.first_sums = gathered, scatter, first_sums
         peers.flag = ffi.NULL
-        fold_with_peers(stream, peers, parts.unbind(), out, bias, order, accumulate, kernel)
+        fold_with_peers(stream, peers, parts, out, bias, order, accumulate, kernel)
         self.calls += 1
+
+    def meet(self, stream: Any, elements: int = 1) -> None:
+        """A fold of nothing, inside of its turn: what the ranks do next comes behind what all of them did before. Those
+        that come with other numbers of elements disagree."""
+        meeting = self.nothing[:, :elements]
+        self.launch(stream, meeting[:1], meeting[1])
 
     @functools.cached_property
     def carrier(self) -> Carrier:
@@ -293,6 +300,20 @@ class Peers:
         self.terms = int.from_bytes(key[:4], "little") or 1
         self.meanings[self.terms] = meaning
 
+    def plan(self, given: Any, plan: Any) -> None:
+        """Keeps what calls that are given the same begin with, under the terms that all ranks have agreed on."""
+        if len(self.plans) >= _MOST_PLANS:
+            self.plans.clear()
+        self.plans[given] = self.terms, plan
+
+    def planned(self, op: str, given: Any) -> Any:
+        """What was kept; its terms are those of the folds that follow. None: the ranks are to be asked."""
+        self.begin(op)
+        if (found := self.plans.get(given)) is None:
+            return None
+        self.terms = found[0]
+        return found[1]
+
     def ask(self, op: str) -> None:
         """Meets ranks that ask, too. Raises where one goes on with terms that it knows, which hears of it as well."""
         self.terms = _ASKS
@@ -303,9 +324,10 @@ class Peers:
 
     def check(self, op: str) -> None:
         """Raises why a fold that has ended failed; once. Until all ranks have begun anew folds give NaN."""
-        kind, other = map(int, self.reason)
+        kind = self.reason[0]
         if not kind:
             return
+        other = self.reason[1]
         if kind == constants.PYDET_FOLD_DISAGREES:
             words = self._words(other)
             mine, theirs = (self._meaning(words[rank]) for rank in (self.rank, other))
@@ -316,11 +338,17 @@ class Peers:
             sentence = f"a call on another stream did not end in {self.timeout_ms / 1000:g} s"
         else:
             sentence = f"rank {other} did not come to a call in {self.timeout_ms / 1000:g} s"
-        self.reason[:], self.failed = 0, True
+        self.forget()
+        self.failed = True
         fail(
             constants.PYDET_INVALID_VALUE,
             f"{op}: {sentence}. Its results are NaN, and all since; the next call begins anew",
         )
+
+    def forget(self) -> None:
+        """What the device said went wrong."""
+        for i in range(len(self.reason)):
+            self.reason[i] = 0
 
     def _meaning(self, word: int) -> str:
         meaning = self.meanings.get(word & 0xFFFFFFFF, "other terms")
@@ -351,7 +379,8 @@ class Peers:
             if self._flags is not None:
                 self._flags[0].zero_()
             torch.cuda.synchronize(self.device)
-        self.reason[:], self.failed, self.calls = 0, False, 0
+        self.forget()
+        self.failed, self.calls = False, 0
         dist.all_reduce(meeting, group=self.group)
         torch.cuda.synchronize(self.device)
 
@@ -365,7 +394,7 @@ class _Call:
 
     def __init__(
         self,
-        parts: Sequence[Tensor],
+        parts: Sequence[Tensor] | Tensor,
         out: Tensor,
         bias: Tensor | None,
         order: Order,
@@ -382,9 +411,14 @@ class _Call:
         self.options.order = constants.PYDET_TREE if order == "tree" else constants.PYDET_ORDERED
         self.options.accumulate, self.options.kernel = accumulate, self.name
 
-    def run(self, stream: Any, peers: Any, parts: Sequence[Tensor], out: Tensor, bias: Tensor | None) -> None:
-        for tensor, part in zip(self.parts, parts, strict=True):
-            tensor.data = ffi.cast("void *", part.data_ptr())
+    def run(self, stream: Any, peers: Any, parts: Sequence[Tensor] | Tensor, out: Tensor, bias: Tensor | None) -> None:
+        if isinstance(parts, Tensor):
+            first, step = parts.data_ptr(), parts.stride(0) * parts.element_size()
+            addresses: Iterable[int] = range(first, first + step * len(self.parts), step) if step else [first]
+        else:
+            addresses = [part.data_ptr() for part in parts]
+        for tensor, address in zip(self.parts, addresses, strict=True):
+            tensor.data = ffi.cast("void *", address)
         self.out.data = ffi.cast("void *", out.data_ptr())
         if bias is not None:
             self.bias.data = ffi.cast("void *", bias.data_ptr())
@@ -394,24 +428,25 @@ class _Call:
 
 
 _calls: dict[Any, _Call] = {}  # those that no thread is in
-_MOST_CALLS = 256
+_MOST_CALLS, _MOST_PLANS = 256, 1024
 
 
 def fold_with_peers(
     stream: Any,
     peers: Any,
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor] | Tensor,
     out: Tensor,
     bias: Tensor | None = None,
     order: Order = "ordered",
     accumulate: bool = False,
     kernel: str | None = None,
 ) -> None:
-    """pydet_fold with the options that pydet.fold does not have."""
+    """pydet_fold with the options that pydet.fold does not have. parts: contiguous tensors, or the rows of one."""
     peers.struct_size = ffi.sizeof("pydet_fold_peers")
     bias = None if bias is None else bias.contiguous()
-    given = [None if x is None else (x.shape, x.dtype) for x in (out, bias, *parts)]
-    key = (*given, out.device, order, accumulate, kernel)
+    given: Any = (parts.shape, parts.dtype) if isinstance(parts, Tensor) else tuple((x.shape, x.dtype) for x in parts)
+    added = None if bias is None else (bias.shape, bias.dtype)
+    key = given, added, out.shape, out.dtype, out.device, order, accumulate, kernel
     call = _calls.pop(key, None) or _Call(parts, out, bias, order, accumulate, kernel)
     call.run(stream, peers, parts, out, bias)
     if len(_calls) < _MOST_CALLS:
@@ -420,15 +455,23 @@ def fold_with_peers(
 
 def peers_of(group: Group, device: torch.device) -> Peers | None:
     """The group's, made at its first call on every rank alike; None where its ranks reach no memory of each other."""
-    key = group if group is not None else dist.group.WORLD
+    group = group if group is not None else dist.group.WORLD
+    key = group, device.type
     if key not in _peers:
-        _peers[key] = _find(key, device)
-    return _peers[key]
+        _peers[key] = _find(group, device)
+    peers = _peers[key]
+    if peers is not None and peers.device != device:
+        fail(
+            constants.PYDET_INVALID_DEVICE,
+            f"a tensor is on {device}, want {peers.device}, as in the group's first call",
+        )
+    return peers
 
 
 def known_peers(group: Group) -> Peers | None:
-    """The group's, if it had a call."""
-    return _peers.get(group if group is not None else dist.group.WORLD)
+    """The group's, if it had a call that found some."""
+    key = group if group is not None else dist.group.WORLD
+    return next((peers for (one, _), peers in _peers.items() if one is key and peers is not None), None)
 
 
 def _find(group: Group, device: torch.device) -> Peers | None:

@@ -16,9 +16,8 @@ one of them wait; where the ranks differ in which, all of them refuse (:meth:`Pe
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +41,25 @@ class _Latest:
     blocks: int
 
 
+class Turn:
+    """One of :class:`Turns`; a class of its own, since a generator's context takes a call longer than its launch."""
+
+    __slots__ = ("given", "stream", "turns")
+
+    def __init__(self, turns: Turns, group: Any, stream: Any, blocks: int, capture: int) -> None:
+        self.turns, self.stream, self.given = turns, stream, (group, stream, blocks, capture)
+
+    def __enter__(self) -> Any:
+        self.turns.begin(*self.given)
+        return self.stream
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.turns.end(*self.given)
+        else:
+            self.turns.lock.release()
+
+
 class Turns:
     """Of one device. Streams have ``wait_event`` and ``record_event``; `new_event` makes what they record."""
 
@@ -50,22 +68,34 @@ class Turns:
         self.latest: dict[Any, _Latest] = {}  # by group, the newest last
         self.captured: tuple[int, _Latest] | None = None  # of the latest capture
 
-    @contextlib.contextmanager
-    def turn(self, group: Any, stream: Any, blocks: int, capture: int) -> Iterator[None]:
+    def turn(self, group: Any, stream: Any, blocks: int, capture: int) -> Turn:
         """What is launched inside is this group's next fold, of so many blocks. capture: the capture's number, or 0."""
-        with self.lock:
+        return Turn(self, group, stream, blocks, capture)
+
+    def begin(self, group: Any, stream: Any, blocks: int, capture: int) -> None:
+        self.lock.acquire()
+        try:
             if capture:
                 self._wait_in_capture(stream, capture)
             else:
                 self._wait(group, stream, blocks)
-            yield
-            event = self.new_event()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def end(self, group: Any, stream: Any, blocks: int, capture: int) -> None:
+        """After what was launched, of the thread that began."""
+        try:
+            # A group's event is recorded anew: who waits for it already waits for what it was.
+            before = None if capture else self.latest.pop(group, None)
+            event = self.new_event() if before is None else before.event
             stream.record_event(event)
             if capture:
                 self.captured = capture, _Latest(stream, event, blocks)
-                return
-            before = self.latest.pop(group, None)
-            self.latest[group] = _Latest(stream, event, max(blocks, before.blocks if before else 0))
+            else:
+                self.latest[group] = _Latest(stream, event, blocks if before is None else max(blocks, before.blocks))
+        finally:
+            self.lock.release()
 
     def _wait(self, group: Any, stream: Any, blocks: int) -> None:
         held = blocks
