@@ -487,6 +487,18 @@ def test_causal_conv1d(device, kernel, dtype):
     assert device.taken == len(scans.CONVOLUTIONS)
 
 
+@each("selective_scan")
+def test_wide_selective_scan(device, kernel, dtype):
+    scans.check_wide(device, "selective_scan", dtype)
+    assert device.taken == len(scans.WIDE) + 1
+
+
+@each("selective_scan_backward")
+def test_wide_selective_scan_backward(device, kernel, dtype):
+    scan_gradients.check_wide(device, "selective_scan_backward", dtype)
+    assert device.taken == len(scan_gradients.WIDE) + 1
+
+
 @each("selective_scan_backward")
 def test_selective_scan_backward(device, kernel, dtype):
     """The CPU's cases, states of two and eight rounds, a group of several blocks of columns, several tiles of whole
@@ -498,6 +510,18 @@ def test_selective_scan_backward(device, kernel, dtype):
         given = scans.scan_of(1, 20, 2, 8, 1, states, dtype)
         scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
     assert device.taken == len(scan_gradients.GRADIENTS) + 9
+
+
+@each("gated_delta")
+def test_wide_gated_delta(device, kernel, dtype):
+    scans.check_wide(device, "gated_delta", dtype)
+    assert device.taken == len(scans.WIDE) + 1
+
+
+@each("gated_delta_backward")
+def test_wide_gated_delta_backward(device, kernel, dtype):
+    scan_gradients.check_wide(device, "gated_delta_backward", dtype)
+    assert device.taken == len(scan_gradients.WIDE) + 1
 
 
 @each("gated_delta_backward")
