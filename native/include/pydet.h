@@ -266,7 +266,7 @@ PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const 
                                      const pydet_tensor *sum, const pydet_rmsnorm_options *options);
 
 /* The same and pydet_quantize of its y in one pass, with the bits of the two calls. weight [N] or NULL; y, what is
- * quantised, may be NULL; scale of any strides: ROW [..., 1] or GROUP [..., ceil(N/128)]; or TENSOR [], which is read. */
+ * quantised, may be NULL; scale of any strides: ROW [..., 1], GROUP [..., ceil(N/128)], or TENSOR [], which is read. */
 typedef struct pydet_rmsnorm_quantize_options {
   uint32_t struct_size;
   float eps;           /* 1e-6 if options is NULL */
