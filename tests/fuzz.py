@@ -638,7 +638,7 @@ def make_scaled(rng):
     k = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160] + ([257, 300] if not batch else []))
     n = min(n, 33) if batch else n
     regions = iter(rng.sample(REGIONS, 7))
-    blocks = reference_fp8.groups
+    blocks, along = reference_fp8.groups, rng.choice([128, 128, 32])  # scales' elements along k
 
     def matrix(shape, kind, lead):
         return place(rng, next(regions), lead + shape, kind, order=[len(lead) + 1, len(lead)])
@@ -652,18 +652,18 @@ def make_scaled(rng):
 
     made = {
         "a": matrix([m, k], rng.choice(list(FP8.values())), batch),
-        "a_scale": scale([[m, 1], [m, blocks(k)]]),
+        "a_scale": scale([[m, 1], [m, blocks(k, along)]]),
         "b": matrix([k, n], rng.choice(list(FP8.values())), rng.choice([[], batch])),
-        "b_scale": scale([[1, n], [blocks(k), n], [blocks(k), blocks(n)]]),
+        "b_scale": scale([[1, n], [blocks(k, along), n], [blocks(k, along), blocks(n)]]),
         "bias": None,
     }
     if rng.random() < 0.4:
         made["bias"] = place(rng, next(regions), rng.choice([[n], batch + [m, n]]), rng.choice(list(DTYPES.values())))
-    varies = along_k(made["a_scale"], -1, k) or along_k(made["b_scale"], -2, k)
+    varies = along_k(made["a_scale"], -1, k, along) or along_k(made["b_scale"], -2, k, along)
     accumulate = rng.random() < 0.3 and (varies or (made["a_scale"] is None and made["b_scale"] is None))
     out_kind = np.dtype(np.float32) if accumulate else rng.choice(list(DTYPES.values()))
     given = options("pydet_scaled_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
-    given.k_chunk = 128 if varies else rng.choice([0, 32, 64, 128, 160])
+    given.k_chunk = along if varies or along == 32 else rng.choice([0, 64, 128, 160])
     outputs = {"out": matrix([m, n], out_kind, batch)}
     of_chunks = varies or (made["a_scale"] is None and made["b_scale"] is None)
     if of_chunks and not accumulate and rng.random() < 0.4:
@@ -677,10 +677,10 @@ def make_scaled(rng):
     return Call("scaled_gemm", made, outputs, given)
 
 
-def along_k(scale, dim, k):
-    """Whether a scale, or its descriptor, has an extent for each 128 of k."""
+def along_k(scale, dim, k, group):
+    """Whether a scale, or its descriptor, has an extent for each so many elements of k."""
     shape = [] if scale is None else list(scale.shape)
-    return len(shape) > 0 and shape[dim] == reference_fp8.groups(k)
+    return len(shape) > 0 and shape[dim] == reference_fp8.groups(k, group)
 
 
 def make_quantize(rng):
@@ -1019,10 +1019,18 @@ def boundary(rng, region, groups, tokens):
     return tensor
 
 
+def begins_elsewhere(rng, region, inputs, shape, given):
+    """A product whose sums begin at a tensor of their own, and the room that they may need."""
+    inputs["initial"] = packed(rng, region, shape, np.dtype(np.float32))
+    workspace = Workspace((4 * int(np.prod(shape, dtype=np.int64)) + 15) // 16 * 16)
+    given.workspace, given.workspace_size = workspace.pointer, workspace.size
+    WORKSPACES[id(given)] = workspace
+
+
 def make_grouped(rng):
     depth, groups, tokens = rng.random() < 0.4, rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17, 33, 40])
     rows, n = rng.choice([0, 1, 2, 7, 16, 17, 33]), rng.choice([0, 1, 2, 5, 17])
-    regions, kinds, fp32 = iter(rng.sample(REGIONS, 6)), list(DTYPES.values()), np.dtype(np.float32)
+    regions, kinds, fp32 = iter(rng.sample(REGIONS, 7)), list(DTYPES.values()), np.dtype(np.float32)
     kind, accumulate = rng.choice(kinds), rng.random() < 0.3
     arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
 
@@ -1044,13 +1052,17 @@ def make_grouped(rng):
         accumulate=int(accumulate),
         k_chunk=rng.choice([0, 0, 16, 32]),
     )
+    if not accumulate and rng.random() < 0.3:
+        begins_elsewhere(rng, next(regions), inputs, shape, given)
     return Call("grouped_gemm", inputs, outputs, given)
 
 
 def make_scaled_grouped(rng):
     groups, tokens, n = rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17]), rng.choice([0, 1, 2, 5, 33, 129])
-    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 8))
+    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 9))
     n, blocks = min(n, 33) if groups > 3 else n, reference_fp8.groups
+    along = rng.choice([128, 128, 32])  # scales' elements along k
+    chunks = blocks(k, along)
 
     def matrix(shape, kind):
         return place(rng, next(regions), shape, kind, order=[len(shape) - 1, len(shape) - 2])
@@ -1063,20 +1075,23 @@ def make_scaled_grouped(rng):
 
     inputs = {
         "a": matrix([tokens, k], rng.choice(list(FP8.values()))),
-        "a_scale": scale([], [[tokens, 1], [tokens, blocks(k)]]),
+        "a_scale": scale([], [[tokens, 1], [tokens, chunks]]),
         "b": matrix([groups, k, n], rng.choice(list(FP8.values()))),
-        "b_scale": scale(rng.choice([[], [1], [groups]]), [[1, n], [blocks(k), n], [blocks(k), blocks(n)]]),
+        "b_scale": scale(rng.choice([[], [1], [groups]]), [[1, n], [chunks, n], [chunks, blocks(n)]]),
         "bias": matrix([groups, n], rng.choice(list(DTYPES.values()))) if rng.random() < 0.4 else None,
         "group_start": boundary(rng, next(regions), groups, tokens) if rng.random() < 0.4 else None,
         "group_end": boundary(rng, next(regions), groups, tokens),
     }
-    varies = along_k(inputs["a_scale"], -1, k) or along_k(inputs["b_scale"], -2, k)
+    varies = along_k(inputs["a_scale"], -1, k, along) or along_k(inputs["b_scale"], -2, k, along)
     accumulate = rng.random() < 0.3 and (varies or (inputs["a_scale"] is None and inputs["b_scale"] is None))
     out_kind = np.dtype(np.float32) if accumulate else rng.choice(list(DTYPES.values()))
     given = options("pydet_scaled_grouped_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
-    given.k_chunk = 128 if varies else rng.choice([0, 32, 64, 128, 160])
+    given.k_chunk = along if varies or along == 32 else rng.choice([0, 64, 128, 160])
     outputs = {"out": matrix([tokens, n], out_kind)}
-    if given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
+    of_chunks = varies or (inputs["a_scale"] is None and inputs["b_scale"] is None)
+    if of_chunks and not accumulate and rng.random() < 0.4:
+        begins_elsewhere(rng, next(regions), inputs, [tokens, n], given)
+    elif given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
         given = None
     return Call("scaled_grouped_gemm", inputs, outputs, given)
 
@@ -1551,13 +1566,16 @@ def expected_scaled_gemm(call, before):
     expect(b.shape[-2] == k, "accepted inner dimensions that differ")
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), m, n)
     expect(old.shape == shape, "accepted an output of", old.shape, "for", shape)
-    allowed = [(m, 1), (m, groups(k))], [(1, n), (groups(k), n), (groups(k), groups(n))]
+    k_chunk = chosen(call, "k_chunk", 128)
+    along = 32 if k_chunk == 32 else 128
+    chunks = groups(k, along)
+    allowed = [(m, 1), (m, chunks)], [(1, n), (chunks, n), (chunks, groups(n))]
     for scale, shapes in zip((a_scale, b_scale), allowed):
         fits = scale is None or scale.shape == () or scale.shape[-2:] in shapes
         expect(fits and (scale is None or scale.dtype in SCALES.values()), "accepted a scale that does not fit")
-    varies, k_chunk = along_k(a_scale, -1, k) or along_k(b_scale, -2, k), chosen(call, "k_chunk", 128)
+    varies = along_k(a_scale, -1, k, along) or along_k(b_scale, -2, k, along)
     one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
-    expect(not varies or k_chunk == 128 or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
+    expect(not varies or k_chunk == along or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
     expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
     initial = before.get("initial")
     if initial is not None:
@@ -1880,10 +1898,14 @@ def expected_grouped_gemm(call, before):
     for boundary in (end, start):
         fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
         expect(fits, "accepted boundaries that do not fit")
-    k_chunk = chosen(call, "k_chunk") or None
+    k_chunk, initial = chosen(call, "k_chunk") or None, before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
     result = reference.grouped_gemm(
-        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk
-    )
+        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk,
+        initial=initial,
+    )  # fmt: skip
     return {"out": result}
 
 
@@ -1903,21 +1925,29 @@ def expected_scaled_grouped_gemm(call, before):
     for boundary in (end, start):
         fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
         expect(fits, "accepted boundaries that do not fit")
-    fits = a_scale is None or a_scale.shape in ((), (tokens, 1), (tokens, blocks(k)))
+    k_chunk = chosen(call, "k_chunk", 128)
+    along = 32 if k_chunk == 32 else 128
+    chunks = blocks(k, along)
+    fits = a_scale is None or a_scale.shape in ((), (tokens, 1), (tokens, chunks))
     if b_scale is not None and b_scale.shape:
-        fits &= b_scale.shape[-2:] in ((1, n), (blocks(k), n), (blocks(k), blocks(n)))
+        fits &= b_scale.shape[-2:] in ((1, n), (chunks, n), (chunks, blocks(n)))
         fits &= b_scale.shape[:-2] in ((), (1,), (groups,))
     expect(fits, "accepted a scale that does not fit")
     expect(all(s is None or s.dtype in SCALES.values() for s in (a_scale, b_scale)), "accepted a type of scale")
-    varies, k_chunk = along_k(a_scale, -1, k) or along_k(b_scale, -2, k), chosen(call, "k_chunk", 128)
+    varies = along_k(a_scale, -1, k, along) or along_k(b_scale, -2, k, along)
     one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
-    expect(not varies or k_chunk == 128 or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
+    expect(not varies or k_chunk == along or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
     expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
+    initial = before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
+        expect(varies or (a_scale is None and b_scale is None), "began elsewhere under a scale of all of k")
     if 0 in old.shape:
         return {"out": old}
     result = reference_fp8.scaled_grouped_gemm(
         a, b, end, start, a_scale=a_scale, b_scale=b_scale, bias=bias, out=old.copy(), accumulate=accumulate,
-        arithmetic=arithmetic, k_chunk=k_chunk,
+        arithmetic=arithmetic, k_chunk=k_chunk, initial=initial,
     )  # fmt: skip
     return {"out": result}
 

@@ -99,6 +99,8 @@ SIZES = {
     "pydet_gemm_options": 56,
     "pydet_skinny_gemm_options": 64,
     "pydet_scaled_gemm_options": 56,
+    "pydet_grouped_gemm_options": 56,
+    "pydet_scaled_grouped_gemm_options": 56,
     "pydet_rmsnorm_options": 32,
     "pydet_rmsnorm_backward_options": 56,
     "pydet_rmsnorm_quantize_options": 32,

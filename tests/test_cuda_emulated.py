@@ -436,6 +436,7 @@ def test_embedding(device, kernel, dtype):
 def test_embedding_backward(device, kernel, dtype):
     """Tokens and tables around the steps of a warp and the ids of a block; many tokens of an id; ids of no rows."""
     embeddings.check_backward(device, dtype, EMBEDDED)
+    embeddings.check_many_tokens(device, dtype, False)
     dout, ids = data("normal", (70, 16), DTYPES[dtype]), embeddings.ids_of(70, 9)
     ids[::3], ids[1::7] = -5, 9
     want = embeddings.reference.embedding_backward(dout, ids, 9)
@@ -443,7 +444,7 @@ def test_embedding_backward(device, kernel, dtype):
     far = data("normal", (7, 10, 32), DTYPES[dtype]).swapaxes(0, 1)[..., :16]
     want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
     assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
-    assert device.taken == 2 * len(EMBEDDED) + 2
+    assert device.taken == 2 * len(EMBEDDED) + 10
 
 
 @each("selective_scan")
@@ -789,11 +790,11 @@ class Pack:
         steps = range(0, heads, pack)
         self.jobs = {(s, h, q) for s, n in enumerate(lengths) for h in steps for q in range(0, n, self.rows)}
 
-    def find(self, again):
+    def find(self, again, sharers=1):
         found = np.zeros((self.most + 9, 6), np.int32)
         call = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_attention_jobs
-        call.argtypes = ctypes.POINTER(Given), ctypes.c_bool, ctypes.c_void_p, ctypes.c_int
-        count = call(self.given, again, found.ctypes.data, len(found))
+        call.argtypes = ctypes.POINTER(Given), ctypes.c_bool, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
+        count = call(self.given, again, sharers, found.ctypes.data, len(found))
         assert count == self.most, f"{count} jobs, want {self.most}"
         return found[:count].tolist()
 
@@ -818,6 +819,11 @@ def test_each_job_of_attention_is_found_once():
         found = pack.find(False)
         assert {tuple(job[1:4]) for job in found} == pack.jobs
         assert sorted(pack.find(True)) == sorted(found)  # by the same blocks
+        if given["pack"] == 1 and group_heads % 2 == 0:
+            shared = pack.find(False, 2)
+            assert sorted(job[1:] for job in shared) == sorted(job[1:] for job in found)
+            first, second = ([job[1:] for job in shared if job[0] == block] for block in (0, 1))
+            assert second == [[s, head + 1, *rest] for s, head, *rest in first]  # the same keys, the head beside
 
 
 def test_jobs_of_more_keys_come_before():

@@ -68,6 +68,8 @@ constexpr uint32_t scaled_skinny_types(int columns) {  // others would only take
 }
 Choice scaled_skinny_sm90_choose(const ScaledGemm &, int columns);
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const Choice &);
+bool scaled_fine_sm90_takes(const ScaledGemm &);
+pydet_status scaled_fine_sm90(const ScaledGemm &);
 
 // any/scaled_gemm_ieee.cu
 pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &);

@@ -80,14 +80,12 @@ constexpr Kernel<Gemm> kGemm[] = {
     Row("hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
-constexpr uint64_t kAllOfScaled =
-    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr uint64_t kFewScaledRows = kBias | kAccumulate | kOutAlongM | kColumnScales;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
     Row("hip_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kBuilt, kFewScaledRows)
         .takes(scaled_skinny_ieee_takes)
         .launches(scaled_skinny_ieee),
-    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled)
+    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kScaledGemmFeatures)
         .launches(scaled_gemm_ieee_64x64),
 };
 

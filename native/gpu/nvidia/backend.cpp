@@ -114,8 +114,6 @@ constexpr auto kGemm =
               std::make_integer_sequence<int, kOtherCount>());
 
 constexpr uint64_t kScaledTile = kBatch | kBias | kAccumulate;
-constexpr uint64_t kAllOfScaled =
-    kScaledTile | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr uint64_t kScaledSkinny = kBias | kAccumulate | kColumnScales;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
   return Row(name, scaled_skinny_types(rows), Arithmetic::sm90, kSm90a, kScaledSkinny)
@@ -127,7 +125,7 @@ template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
       .chooses(scaled_gemm_sm90_choose, tile)
       .launches(scaled_gemm_sm90<tile>);
 }
-constexpr int kScaledOthers = 9;
+constexpr int kScaledOthers = 11;
 template <int... tiles>
 constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
     std::integer_sequence<int, tiles...>) {
@@ -136,15 +134,19 @@ constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scale
       scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
       scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
       scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
+      scaled_skinny_row<80>("cuda_scaled_gemm_sm90_skinny_80"),
       scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
       scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
       scaled_tile_row<tiles>()...,
       Row(kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
           .launches(scaled_gemm_sm90_rest),
+      Row("cuda_scaled_gemm_sm90_fine", kFp8Types, Arithmetic::sm90, kSm90a, kScaledSkinny | kGroupScales)
+          .takes(scaled_fine_sm90_takes)
+          .launches(scaled_fine_sm90),
       Row("cuda_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledSkinny | kOutAlongM)
           .takes(scaled_skinny_ieee_takes)
           .launches(scaled_skinny_ieee),
-      Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
+      Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledGemmFeatures)
           .launches(scaled_gemm_ieee_64x64),
   }};
 }
