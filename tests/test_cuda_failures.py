@@ -129,13 +129,8 @@ def problems(operation, name, dtype):
     if operation == "scaled_gemm":
         none, by_blocks = (None, None), (((256, 2), "float32"), ((2, 8), "float32"))
         fine = ((100, 8), "float32"), ((8, 1024), "float32")
-        for m, (a_scale, b_scale), chunk in (
-            (256, none, 128),
-            (64, none, 128),
-            (256, by_blocks, 128),
-            (8, none, 128),
-            (100, fine, 32),
-        ):
+        sizes = ((256, none, 128), (64, none, 128), (256, by_blocks, 128), (100, fine, 32), (8, none, 128))
+        for m, (a_scale, b_scale), chunk in sizes:
             operands = tensors([(m, 256), a_scale, (256, 1024), b_scale, None, ((m, 1024), "float32")], dtype)
             operands[2].strides[0], operands[2].strides[1] = 1, 256  # k is adjacent
             given = capi.options("pydet_scaled_gemm_options", arithmetic=name[1], k_chunk=chunk, kernel=name[0])
