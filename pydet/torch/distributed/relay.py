@@ -69,8 +69,8 @@ class _Course:
         self.sums = sums.view(rows, columns).split(each)
         results = rest.view(dtype)[:size].view(rows, columns)
         # Results that a rank waits for at a time: their words come in order, so the last of them says all.
-        half = (self.ends + 1) // 2
-        of_first, of_second = ((0, half), (half, self.ends)), ((self.ends, self.count),)
+        half, ends = (self.ends + 1) // 2, self.ends
+        of_first, of_second = ((0, half), (half, ends - 1), (max(half, ends - 1), ends)), ((ends, self.count),)
         spans = [(a, b) for a, b in (of_second if peers.rank else of_first) if a < b]
         self.results = [(b - 1, a * each, min(rows, b * each), results[a * each : b * each]) for a, b in spans]
         self.sums_there = [there + 4 * i * each * columns for i in range(self.count)]
