@@ -223,7 +223,7 @@ def without_memory(rank, world):
     call = lambda method: pd.row_parallel_linear(xr, wr, method=method, arithmetic="sm90")
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(symmetric, "_shared_memory", lambda *asked: None)
-        monkey.setattr(relay, "LEAST_EAGER", 80)
+        monkey.setattr(relay, "LEAST_ROWS", 80)
         peers.staged = None
         for _ in range(2):
             assert call("auto").equal(one)

@@ -32,15 +32,11 @@ from pydet.torch.distributed.symmetric import Peers, capturing
 RANKS = 2  # over peers' memory
 MOST_BYTES = 128 << 20  # of the sums in peers' memory; more are several relays
 MOST_ROWS = 16384  # likewise: 32 slabs
-LEAST_ROWS, LEAST_EAGER = 1024, 2048  # of a product whose slabs are worth their launches: of a graph, by the host
+LEAST_ROWS = 1024  # of a product whose slabs are worth their launches
 SLABS = ((2048, 512), (0, 256))  # from so many rows on, of each slab; an H100's fastest of 256 to 1024
 EAGER = 2  # times as many rows a slab where the host launches them one by one
 APART = 1  # of the slabs: what rank 0 ends
 _MOST_COURSES = 64
-
-
-def least_rows(captured: bool) -> int:
-    return LEAST_ROWS if captured else LEAST_EAGER
 
 
 def slab_rows(rows: int) -> int:
