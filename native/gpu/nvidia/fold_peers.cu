@@ -451,6 +451,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 // it has. But no signal goes out beyond the first before the other rank's first one is there, with the right tag: whoever
 // reads a later number knows, as in the rounds above, that the ranks agree.
 constexpr int kMoving = kThreads / 32, kMostChunks = 8;
+constexpr int kLeastChunk = 8;  // units; a signal waits until what is before it has arrived, some 3 us
 constexpr int kStreamPart = 4;  // of rank 0's share, of two: 1 / (kStreamPart each) of all
 constexpr int kTogether = 8;    // parts that are loaded before the first of them is added
 
@@ -734,7 +735,8 @@ bool plan_stream(const Fold &p, Plan *plan) {
   }
   for (int rank = 0; rank < peers.ranks; ++rank)
     if (int64_t(plan->before_results(rank, peers.ranks)) * kSlot > plan->area) return false;
-  plan->chunk = divide_up(most, kMostChunks);
+  const int chunk = int(divide_up(most, kMostChunks));
+  plan->chunk = chunk < kLeastChunk ? kLeastChunk : chunk;
   plan->chunks = divide_up(most, plan->chunk);
   plan->tag = tag_of(p, *plan, blocks);
   return true;
