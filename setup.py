@@ -105,7 +105,8 @@ class build_native_then_py(build_py):
             package = Path(self.build_lib) / "pydet"
             for path in built:
                 shutil.copy(path, package)
-            shutil.copy(ROOT / "native/NUMERICS.md", package)
+            for path in ("native/NUMERICS.md", "docs/reference/rules.md"):
+                shutil.copy(ROOT / path, package)
             self.pack_for_cpp(package)
             for path in package.rglob("*"):  # as every umask makes them
                 path.chmod(0o755 if path.is_dir() or path.suffix == ".so" else 0o644)

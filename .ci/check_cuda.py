@@ -1,8 +1,8 @@
 """check_cuda.py TOOLS LIBRARY [OBJECT...]: what nvcc made of the kernels, read by cuobjdump, in the folder TOOLS.
 
 - No kernel spills, of the library or of an object: none uses local memory or stack. Those of SPILL_OUTSIDE may, but not
-  in an innermost loop around an HGMMA or a UTMALDG; and so may kernels that the Makefile's QUICK, of the environment,
-  names: their code is not that of a release.
+  in an innermost loop around an HGMMA or a UTMALDG. Kernels that the Makefile's QUICK, of the environment, names are
+  not looked at: their code is not that of a release.
 - The Hopper GEMM runs on the tensor cores and is fed by TMA: it has HGMMA and UTMALDG.
 - No innermost loop around an HGMMA or a UTMALDG holds MEMBAR.ALL.GPU, which once halved the speed of that loop. (Waits
   are tried again at the end of a kernel: the branches back from there go around whatever else a kernel's warps do.)
@@ -30,13 +30,23 @@ def run(tools, *arguments):
     return subprocess.run([tools / "cuobjdump", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def spills(text):
-    """Kernels that use local memory or stack, from --dump-resource-usage."""
+def quick(code, words):
+    """Whether a text names a kernel of an object that was made quickly. nvcc puts a file's name into those of its
+    kernels; those of Hopper's objects of one type name the type, 1 bf16, 2 fp16."""
+    for word in words:
+        file, _, group = pathlib.Path(word).name.partition(".")
+        kernel = rf"\d_{file}_cu_"
+        if "sm90/" in word and group:
+            kernel += rf"\w*4TypeE{1 + int(group) % 2 if file == 'gemm' else group}E"
+        if re.search(kernel, code):
+            return True
+    return False
+
+
+def spills(text, words):
+    """Kernels that use local memory or stack, from --dump-resource-usage. Some functions of objects are of no file."""
     arch = ""
-    # nvcc puts a file's name into those of its kernels; some functions of an object made quickly are of no file.
-    quick = [f"_{pathlib.Path(word).name.split('.')[0]}_cu_" for word in os.environ.get("QUICK", "").split()]
-    objects = text.split("Fatbin elf code:")
-    whole = [code for code in objects if not any(word in code for word in quick)]
+    whole = [code for code in text.split("Fatbin elf code:") if not quick(code, words)]
     for line in "".join(whole).splitlines():
         if found := re.match(r"arch = (\S+)", line):
             arch = found[1]
@@ -82,19 +92,19 @@ def innermost(loops):
 
 
 def main(tools, library, *objects):
-    problems, kernels = [], 0
+    problems, kernels, words = [], 0, os.environ.get("QUICK", "").split()
     for path in (library, *objects):
         usage = run(tools, "--dump-resource-usage", path)
-        problems += [f"{path}: {spill}" for spill in spills(usage)]
+        problems += [f"{path}: {spill}" for spill in spills(usage, words)]
         found = len(re.findall(r"^\s*Function \S+:", usage, flags=re.M))
         kernels += found
         if not found:
             problems.append(f"{path}: no kernels found")
     counts, hopper = collections.Counter(), 0
     for name, body in functions(run(tools, "-sass", "-arch", "sm_90a", library)):
-        words = collections.Counter(word for _, text in body for word in FED if word in text)
-        counts.update(words)
-        if not words:
+        fed = collections.Counter(word for _, text in body for word in FED if word in text)
+        counts.update(fed)
+        if not fed or quick(name, words):
             continue
         hopper += 1
         for begin, end in innermost(smallest_loops(body)):

@@ -30,7 +30,8 @@ def header():
     text = (ROOT / "native/include/pydet.h").read_text()
     _, first, rest = re.split(r"^(/\* )", text, maxsplit=1, flags=re.M)
     parts = re.split(r"^/\* ---- (.+?) -+(?:\*/)?\n", first + rest, flags=re.M)
-    page = ["# pydet.h", "The whole interface of the C libraries, as the header words it.", fence(parts[0])]
+    said = "The whole interface of the C libraries. [The rules of each call](rules.md) say the rest."
+    page = ["# pydet.h", said, fence(parts[0])]
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
         opened = "" if body.lstrip().startswith(("typedef", "/*", "PYDET_API", "enum")) else "/*\n"
         page += [f"## {title}", fence(opened + body)]

@@ -112,8 +112,8 @@ def hip(library, request):
     return library
 
 
-# Norms, softmax, activations and sampling are one source without matrix cores: the newer architecture stands for both,
-# whose code is inspected (.ci/check_hip.py). PYDET_TEST_ALL_ARCHS: each runs.
+# What is one source without matrix cores: the newer architecture stands for both, whose code is inspected
+# (.ci/check_hip.py). PYDET_TEST_ALL_ARCHS: each runs.
 one_source = pytest.mark.parametrize(
     "hip", ARCHS if os.environ.get("PYDET_TEST_ALL_ARCHS") else ["gfx942"], indirect=True
 )
@@ -725,6 +725,7 @@ SCALED = [  # either type of each operand, every layout and kind of scale; a til
 ]
 
 
+@one_source
 def test_scaled_gemm_equals_cpu(hip):
     for kernel, _, arithmetic, available in table(hip, "scaled_gemm"):
         assert available and arithmetic == ARITHMETIC["ieee"]
@@ -763,6 +764,7 @@ SCALED_GROUPED = [  # as SCALED; groups of several tiles, of none and out of bou
 ]
 
 
+@one_source
 def test_scaled_grouped_gemm_equals_cpu(hip):
     for kernel, _, arithmetic, available in table(hip, "scaled_grouped_gemm"):
         assert available and arithmetic == ARITHMETIC["ieee"]
@@ -798,6 +800,7 @@ QUANTIZED = [  # of these types: every granularity and layout; one element, whol
 ]
 
 
+@one_source
 def test_quantize_equals_cpu(hip):
     """Every kernel by name, and each takes what its name says."""
     took = {}
@@ -1011,6 +1014,7 @@ def test_topk_equals_cpu(hip):
 EMBEDDED = [(3, 2, 5), (33, 40, 8), (130, 5, 40), (70, 513, 24), (65, 3, 1040)]
 
 
+@one_source
 def test_embedding_equals_cpu(hip):
     hip.order = in_reverse
     for number, (tokens, rows, n) in enumerate(EMBEDDED):
@@ -1023,6 +1027,7 @@ def test_embedding_equals_cpu(hip):
         assert np.isnan(out[0].astype(np.float32)).all() and not np.isnan(out[ids != ids[0]].astype(np.float32)).any()
 
 
+@one_source
 def test_rotary_equals_cpu(hip):
     """Pairs of neighbours and half apart, eight of a thread and one; the gradient; with elements that are copied."""
     hip.order = in_reverse
@@ -1042,6 +1047,7 @@ def test_rotary_equals_cpu(hip):
                 assert_same_bits(got, want, f"{q.shape} {flags} on {hip.arch}")
 
 
+@one_source
 def test_embedding_backward_equals_cpu(hip):
     """The sums made anew, an id left out; and continued."""
     hip.order = in_reverse
@@ -1078,6 +1084,7 @@ def test_softmax_of_every_width_equals_cpu(hip):
     assert hip.ran >= instances(hip, "softmax_kernel", "softmax_backward_kernel")
 
 
+@one_source
 def test_long_rows_in_turns(hip):
     """More rows than blocks: the sums of one row meet where those of the row before were read."""
     hip.order, hip.grid = in_reverse, lambda grid: [2, 1, 1]
@@ -1085,6 +1092,7 @@ def test_long_rows_in_turns(hip):
         same_softmax(hip, function, normal(7, 1101), f"hip_{function}_long")
 
 
+@one_source
 def test_fold_equals_cpu(hip):
     """By vectors and by elements, around the workgroup of 256 threads, in both orders."""
     for number, (size, count) in enumerate(itertools.product((1, 4, 255, 257, 1024, 1028, 1030), (1, 2, 5, 8))):

@@ -96,6 +96,39 @@ def test_each_word_of_a_row_kernels_name_is_in_the_glossary():
     assert len(words) > 10 and words <= glossary, words - glossary
 
 
+def sections(text, heading):
+    """name: text of each, by its heading."""
+    parts = re.split(heading, text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_header_is_short_and_its_rules_are_on_their_page():
+    """A few words a function in pydet.h; each section, and each field of its structures, in docs/reference/rules.md."""
+    header = HEADER.read_text()
+    comments = " ".join(re.findall(r"/\*.*?\*/", header, flags=re.S))
+    words = len(re.sub(r"[/*=-]+", " ", comments).split())
+    assert 2500 < words <= 3300, words
+    rules = sections((ROOT / "docs/reference/rules.md").read_text(), r"^## (.+)$")
+    of_every_call, gemm, seen = rules.pop("Every call"), rules["GEMM"], 0
+    for name, code in sections(header, r"^/\* ---- (.+?) -+(?:\*/)?$").items():
+        structures = re.findall(r"^typedef struct \w+ \{\n(.*?)^\} pydet_\w+(?:options|peers);", code, re.M | re.S)
+        if not structures:
+            continue
+        said = of_every_call + rules.pop(name) + gemm
+        lines = re.sub(r"/\*.*?\*/", "", "".join(structures), flags=re.S)
+        fields = set(re.findall(r"(\w+)[,;]", lines)) - {"workspace_size"}
+        assert not {field for field in fields if not re.search(rf"\b{field}\b", said)}, name
+        seen += len(fields)
+    assert not rules and seen > 90, (list(rules), seen)
+
+
+def test_each_operation_is_among_those_whose_bits_are_said_to_depend_on_something():
+    table = sections((ROOT / "native/NUMERICS.md").read_text(), r"^## (.+)$")["What the bits may depend on"]
+    first = " ".join(re.findall(r"^\| ([^|]*) \|", table, flags=re.M))
+    for name in re.findall(r"^PYDET_API pydet_status pydet_(\w+)\(\s*void \*stream", HEADER.read_text(), flags=re.M):
+        assert re.search(rf"\b{name.removesuffix('_backward')}\b", first), name
+
+
 def test_the_map_of_tests_finds_every_file():
     named = set(re.findall(r"`(test_[\w*]+\.py)`", (ROOT / "tests/README.md").read_text()))
     operations = {path.name for path in (ROOT / "native/ops").iterdir()}
