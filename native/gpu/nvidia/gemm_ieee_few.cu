@@ -21,11 +21,10 @@ constexpr int64_t kMostRows = 8, kMostColumns = 32;     // of dots; of columns t
 constexpr int64_t kLongest = 64, kMostItems = 1 << 30;  // k of columns; threads of a launch
 constexpr int kPieces = 4;                              // of 16 bytes that a thread of dots has under way
 
-bool aligned(const Matrix &matrix, const int64_t (&batch)[kMaxBatchDims], int64_t stride, int dims, int64_t bytes) {
-  const int64_t size = size_of(matrix.type);
-  uint64_t all = reinterpret_cast<uintptr_t>(matrix.data) | uint64_t(stride * size);
-  for (int i = 0; i < dims; ++i) all |= uint64_t(batch[i] * size);
-  return all % uint64_t(bytes) == 0;
+bool aligned(const Matrix &matrix, const int64_t (&batch)[kMaxBatchDims], int64_t stride, int dims, int bytes) {
+  uint64_t all = uint64_t(stride);
+  for (int i = 0; i < dims; ++i) all |= uint64_t(batch[i]);
+  return (reinterpret_cast<uintptr_t>(matrix.data) | all * uint64_t(size_of(matrix.type))) % uint64_t(bytes) == 0;
 }
 
 template <bool whole> __global__ void __launch_bounds__(kThreads)
@@ -121,10 +120,9 @@ bool gemm_few_columns_takes(const Gemm &g) {
          (g.b.col_stride == 1 || g.n == 1);
 }
 pydet_status gemm_few_columns(const Gemm &g) {
-  const int64_t dims = g.batch.dims;
-  const bool whole = g.n % kVector == 0 &&
-                     aligned(g.b, g.batch.b, g.b.row_stride, int(dims), kVector * size_of(g.b.type)) &&
-                     aligned(g.out, g.batch.out, g.out.row_stride, int(dims), kVector * size_of(g.out.type));
+  const int dims = g.batch.dims;
+  const bool whole = g.n % kVector == 0 && aligned(g.b, g.batch.b, g.b.row_stride, dims, kVector * size_of(g.b.type)) &&
+                     aligned(g.out, g.batch.out, g.out.row_stride, dims, kVector * size_of(g.out.type));
   return start("gemm_few_columns", g, whole ? gemm_few_columns_kernel<true> : gemm_few_columns_kernel<false>,
                items_of_columns(g));
 }
