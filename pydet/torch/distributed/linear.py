@@ -221,7 +221,7 @@ def _agree(
         relays = chunk % STEP == 0 and out == "replicate"
         relays = relays and (peers is None or peers.relaying)
         m, several, own = x.shape[0], segments > world, segments // world
-        many = several and m >= relay.LEAST_ROWS
+        many = m >= (relay.LEAST_ROWS if several else relay.LEAST_OF_ONE)
         # Of a graph: the launches of an eager relay take the host longer than the device.
         prefers = many and (peers is None or capturing())
         name = choose(op, method, "ordered", segments, m * w.shape[1], world, peers, product, relays, prefers)

@@ -32,7 +32,7 @@ from pydet.torch.distributed.symmetric import Peers, capturing
 RANKS = 2  # over peers' memory
 MOST_BYTES = 128 << 20  # of the sums in peers' memory; more are several relays
 MOST_ROWS = 16384  # likewise: 32 slabs
-LEAST_ROWS = 1024  # of a product whose slabs are worth their launches
+LEAST_ROWS, LEAST_OF_ONE = 1024, 2048  # of a product whose slabs are worth their launches; of a segment a rank
 SLABS = ((2048, 512), (0, 256))  # from so many rows on, of each slab; an H100's fastest of 256 to 1024
 EAGER = 2  # times as many rows a slab where the host launches them one by one
 APART = 1  # of the slabs: what rank 0 ends
