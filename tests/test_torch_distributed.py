@@ -235,6 +235,39 @@ def streams(group):
     yield "streams", wrong
 
 
+def graphs(group):
+    """A step of two layers in one graph, of rows of which two ranks relay: twice as it is, and eagerly."""
+    import torch
+
+    import pydet.torch.distributed as pd
+
+    m, n, k = 2048, 256, 1024
+    x, w1, w2 = tensors(m, (m, n), (k, n), (n, k), dtype=torch.bfloat16)
+    leaves = [x.requires_grad_(), columns(w1.t(), group).detach().t().contiguous().requires_grad_(), columns(w2, group)]
+
+    def step():
+        y = pd.row_parallel_linear(pd.column_parallel_linear(*leaves[:2], group=group), leaves[2], group=group)
+        return [y.detach(), *torch.autograd.grad(y, leaves, x)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        eager = step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            captured = step()
+        for _ in range(2):
+            for made in captured:
+                made.zero_()
+            graph.replay()
+        again = step()
+    torch.cuda.synchronize()
+    pd.check_exchanges(group=group)
+    for name, a, b, c in zip(("y", "dx", "dw1", "dw2"), captured, eager, again, strict=True):
+        assert a.view(torch.int16).equal(b.view(torch.int16)) and c.view(torch.int16).equal(b.view(torch.int16)), name
+    yield "graph y", captured[0]
+    yield "graph dx", captured[1]
+
+
 def along_rows(group):
     """The norm of shared rows, the log-probability over a shared vocabulary, with gradients."""
     import torch
@@ -728,6 +761,7 @@ def work(rank, kind, sizes, shapes, port, queue):
                 if kind == "cuda":
                     note(size, large_sums(group))
                     note(size, streams(group))
+                    note(size, graphs(group))
                 note(size, model_step(mesh, None))
                 for wrapper in ("ddp", "fsdp", "plain"):
                     note(size, wrapped(wrapper, mesh, group))
