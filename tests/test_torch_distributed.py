@@ -997,6 +997,36 @@ def said_by(ranks, name, *options):
     return "".join(text for _, text, _ in answers)
 
 
+def made_anew(rank, world, ports, queue):
+    """Calls in a process group, after which it is destroyed, and in another."""
+    os.environ["PYDET_NUM_THREADS"] = "1"
+    try:
+        import torch
+        import torch.distributed as dist
+
+        import pydet
+        import pydet.torch.distributed as pd
+
+        torch.set_num_threads(1)
+        for port in ports:
+            where = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+            x, w = tensors(port, (5, 256), (24, 256), dtype=torch.float32)
+            want = pydet.gemm(x, w.t(), k_chunk=256 // SEGMENTS)
+            for method in ("auto", "relay"):
+                got = pd.row_parallel_linear(columns(x, None).detach(), columns(w, None).detach(), method=method)
+                assert got.equal(want), (port, method)
+            dist.destroy_process_group()
+        queue.put((rank, True, None))
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+
+
+def test_a_group_that_is_made_anew():
+    pytest.importorskip("torch")
+    assert found_by(*start(2, made_anew, 2, [free_port(), free_port()])) == [True, True]
+
+
 def test_the_example_compares_ranks(tmp_path):
     """Saved by one rank, compared by 2 x 2: as it is, and with all-reduces."""
     pytest.importorskip("torch")
