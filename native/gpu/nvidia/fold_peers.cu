@@ -47,7 +47,7 @@ namespace pydet {
 namespace {
 
 constexpr int kThreads = 256, kMostBlocks = PYDET_FOLD_BLOCKS, kUnit = 4;  // elements of a thread
-constexpr int kMostTurns = 12;                                             // units of a thread in a round
+constexpr int kMostTurns = 24;                                             // units of a thread in a round
 constexpr int kSlot = kThreads * kUnit * int(sizeof(float));               // bytes of a part of a block's unit
 constexpr int kRoomSlots = 3;  // of each area, for a part: what PYDET_FOLD_ROOM holds
 constexpr uint32_t kAskedBeforeLook = 64, kAskedBeforeTime = 1024;  // the clock takes longer to read than a signal
