@@ -327,10 +327,9 @@ QUOTES = {
         "(worst: 2083x61534, 39647x130) | {log_prob, odd}; {softmax, odd}; {softmax gradients, odd} |",
         "beside `torch.sum` over them: in order, as a tree | {fold}, {fold, tree} |",
         "| host time of a call with `out=` | {a call} us (torch.mm {a call of torch.mm}) |",
-        "fill less than half of the GPU (512x512x2048: {ieee 512x512x2048})",
-        "which pydet does not split (dA, {worst product})",
-        "log_softmax on many rows of 65 to 300 columns and on odd ones of more than 33000 ({slow log_softmax} of its "
-        "speed",
+        "fill less than half of the GPU | cuBLAS | 512x512x2048: {ieee 512x512x2048} |",
+        "which pydet does not split | cuBLAS | dA, {worst product} |",
+        "and on odd ones of more than 33000 | PyTorch | {slow log_softmax} of its speed",
     ],
     "docs/calls.md": [
         "Products drawn at random have {chunks} of cuBLAS's speed with it.",

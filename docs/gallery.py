@@ -295,6 +295,36 @@ def sums() -> dict[str, Figure]:
             ],
             "A decoded token walks the same blocks as the prefill; padding and other sequences are never counted.",
         ),
+        "sum-scan": stages(
+            "A scan: one token of one head",
+            [
+                ("state", "fp32, as the last\ntoken left it"),
+                ("x decay", "exp, fixed steps"),
+                ("+ this token", "one fmaf a number"),
+                ("sum over states", "8 lanes, joined\nby halves"),
+                ("round", "once: y"),
+            ],
+            "Decoding takes these steps one call at a time, a prefill all in one call. There are no chunks.",
+        ),
+        "sum-embedding": stages(
+            "The gradient of a row of a table",
+            [
+                ("tokens", "of this id alone"),
+                ("in their order", "not as they finish"),
+                ("chain", "an fp32 addition\neach"),
+                ("round", "once"),
+            ],
+            "Micro-batches in their order have the sum of one batch.",
+        ),
+        "sum-rotary": stages(
+            "A rotary embedding: one pair of a head",
+            [
+                ("position", "x frequency,\nrounded"),
+                ("cos, sin", "a written formula"),
+                ("two products", "each rounded"),
+                ("their sum", "rounded"),
+            ],
+        ),
         "sum-activation": stages(
             "An activation",
             [
@@ -326,6 +356,20 @@ def tree() -> Figure:
     figure.text(265, 244, "the sum", 13, GREEN, "middle")
     figure.text(560, 146, "(0 + 1) + (2 + 3)", 13, GREEN, family="monospace")
     return figure
+
+
+def audit() -> Figure:
+    return stages(
+        "An audit: what a GPU computed, checked on a CPU",
+        [
+            ("a, b, c", "as they were saved"),
+            ("a sample", "of rows and columns,\nor all"),
+            ("the GPU's sum", "its arithmetic,\non the CPU"),
+            ("compare bits", "element by element"),
+            ("which differ", "index, got, want"),
+        ],
+        "An element depends on its own row and column, so a sample needs no more than these.",
+    )
 
 
 # ---- Across GPUs -----------------------------------------------------------------------------------------------------
@@ -472,6 +516,7 @@ def figures() -> dict[str, str]:
         "batch": batch(),
         "chain": chain(),
         "row": row(),
+        "audit": audit(),
         **sums(),
         **speeds(),
         "ranks": ranks(),

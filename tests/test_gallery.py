@@ -55,8 +55,8 @@ def test_every_sum_of_the_standard_has_a_figure():
         "GEMM": "gemm", "Grouped GEMM": "grouped", "Scaled GEMM": "scaled", "Scaled grouped GEMM": "scaled",
         "Quantisation": "quantize", "RMSNorm": "row", "LayerNorm": "row", "Softmax": "softmax", "Head": "head",
         "Activations": "activation", "Attention": "attention", "Fold": "fold", "exp and log": "activation",
-        "Sampling": "sample", "AdamW": "activation", "Embedding": "fold", "Scans": "fold",
-        "Rotary embeddings": "activation",
+        "Sampling": "sample", "AdamW": "activation", "Embedding": "embedding", "Scans": "scan",
+        "Rotary embeddings": "rotary",
     }  # fmt: skip
     others = {"What the bits may depend on", "Special values", "Evidence", "Why not"}
     assert headings == set(said) | others

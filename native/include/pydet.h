@@ -636,8 +636,8 @@ PYDET_API pydet_status pydet_causal_conv1d_backward(void *stream, const pydet_te
  * Lengths    seqlens_k [B]: keys that are there (with pages it must be); first_key [B]: where they begin. All of these
  *            are int32, on the device.
  * Masks      Query i stands at key K - Q + i: causal sees none after that, window none beyond window_left and
- *            window_right of it. allowed, bool, and bias broadcast to [B, H, Q, K]; -Inf is not allowed. No key
- *            allowed: out 0, lse -Inf.
+ *            window_right of it. allowed, bool, and bias broadcast to [B, H, Q, K]; a key of bias -Inf is not seen. No
+ *            key seen: out 0, lse -Inf.
  * Softcap    softcap tanh(score / softcap) in place of a score, before bias and masks.
  * Sinks      [H]: a score of one key more, of value 0. */
 typedef struct pydet_attention_options {
