@@ -21,7 +21,7 @@ SPILL_OUTSIDE = (
     "attention_mma_kernel",  # a few numbers around a tile and around the call that makes it again row by row
     "make_again",  # of attention by mma.sync, and
     "compute_row",  # of attention, again where a result is not finite
-    *("fast_keys_kernel", "fast_queries_kernel"),  # of attention's gradients by mma.sync, as attention_mma_kernel
+    "attention_backward_fast_kernel",  # of attention's gradients by mma.sync, as attention_mma_kernel
 )
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 

@@ -55,7 +55,7 @@ def stages():
     """[(kernel, (M, N, K), type, k_chunk, architecture, products, VALU, products under way, loads left, us)] of the
     second table."""
     text = (ROOT / LIMITS).read_text()
-    shape = r"(\d+)x(\d+)x(\d+)(?:, (fp32))?(?:, `k_chunk` (\d+))?"
+    shape = r"(\d+)x(\d+)x(\d+)(?:, (fp32|e4m3))?(?:, `k_chunk` (\d+))?"
     rows = re.findall(r"^\| `(hip_\w+)` \| " + shape + r" \| (gfx\w+)" + r" \| ([\d.]+)" * 5 + r" \|", text, re.M)
     return [
         (name, (int(m), int(n), int(k)), dtype or "bf16", int(chunk or 0), arch, *map(int, counts), float(us))
@@ -70,7 +70,10 @@ def check_stages(library, folder):
     rows.sort(key=lambda row: row[4])
     for name, shape, dtype, chunk, arch, products, most_valu, least_covered, least_left, most_us in rows:
         runtime.start(arch)
-        found = runtime.estimate(*shape, dtype=dtype, name=name, k_chunk=chunk)
+        if dtype == "e4m3":
+            found = runtime.estimate_scaled(*shape, dtype=dtype, name=name)
+        else:
+            found = runtime.estimate(*shape, dtype=dtype, name=name, k_chunk=chunk)
         valu, us = found.stage.counts["VALU"], found.seconds * 1e6
         print(
             f"{name} {'x'.join(map(str, shape))}, {dtype}, k_chunk {chunk}, {arch}: a stage has "

@@ -117,6 +117,31 @@ def norm_backward(m, n):
     return Row("rmsnorm_backward", f"{m} x {n}", "bf16", variants, "copy", 6 * m * n, "GB/s")
 
 
+def norm_quantized(granularity, m, n):
+    """A residual added, the norm, and its y in fp8: in one pass, by two calls, and a copy of the one pass's bytes."""
+    moved, weight = 7 * m * n, normal(n)
+    sets = [(normal(m, n), normal(m, n)) for _ in range(sets_of(moved))]
+    options = {"eps": EPS, "granularity": granularity}
+    outs = [pydet.rmsnorm_quantize(x, weight, residual=residual, **options) for x, residual in sets]
+    y, rstd = normal(m, n), torch.empty(m, device="cuda")
+
+    def both(x, residual, q, scale, total):
+        pydet.rmsnorm(x, weight, eps=EPS, residual=residual, out=(y, rstd, total))
+        pydet.quantize(y, granularity=granularity, out=(q, scale))
+
+    calls = [
+        partial(pydet.rmsnorm_quantize, x, weight, residual=residual, out=out, **options)
+        for (x, residual), out in zip(sets, outs, strict=True)
+    ]
+    pairs = [torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in sets]
+    variants = [
+        Variant("pydet", calls, list(outs[0])),
+        Variant("two calls", [partial(both, *pair, *out) for pair, out in zip(sets, outs, strict=True)]),
+        Variant("copy", [partial(target.copy_, source) for source, target in pairs]),
+    ]
+    return Row("rmsnorm_quantize", f"{m} x {n}, {granularity}", "bf16", variants, "copy", moved, "GB/s")
+
+
 def accuracy():
     """Root mean square of the error over that of the exact y, dx and dweight, taken from float64."""
     say_missing_norms()
@@ -166,6 +191,15 @@ def norm_rows(quick):
                 yield partial(make, m, n)
 
 
+QUANTIZED_MN = [(m, n) for n in (4096, 7168) for m in (1, 64, 1024, 4096, 16384)] + [(4096, 2048), (4096, 16384)]
+
+
+def quantized_rows(quick):
+    for m, n in QUANTIZED_MN[::4] if quick else QUANTIZED_MN:
+        for granularity in ("group", "row"):
+            yield partial(norm_quantized, granularity, m, n)
+
+
 def random_rows(makes, longest, most, count, seed):
     """Each one of `makes` of a shape that is drawn; what has more than `most` elements is drawn anew."""
     drawn = random.Random(seed)
@@ -185,7 +219,7 @@ def random_summary(entries):
     for entry in entries:
         times.setdefault((entry["op"], entry["shape"]), {})[entry["variant"]] = entry["us"]
     for (op, shape), us in times.items():
-        m, n = (int(extent) for extent in shape.split(" x "))
+        m, n = (int(extent) for extent in shape.split(",")[0].split(" x "))
         sort = "odd" if n % 8 else "to 256 rows" if m <= 256 else "more rows"
         for peer in us.keys() - {"pydet", "pydet, dx alone"}:
             groups.setdefault((op, peer, sort), []).append((us[peer] / us["pydet"], shape))
@@ -314,11 +348,12 @@ def softmax_rows(quick):
             yield partial(softmax_backward, name, m, n)
 
 
-ROWS = {"rmsnorm": norm_rows, "layernorm": layer_rows, "softmax": softmax_rows}
+ROWS = {"rmsnorm": norm_rows, "rmsnorm_quantize": quantized_rows, "layernorm": layer_rows, "softmax": softmax_rows}
 _SOFTMAX = [partial(softmax_forward, name) for name in ("softmax", "log_softmax", "log_prob")]
 _SOFTMAX += [partial(softmax_backward, name) for name in ("softmax", "log_softmax")]
 RANDOM = {
     "rmsnorm": partial(random_rows, (norm_forward, norm_backward), 16384, 1 << 29),
+    "rmsnorm_quantize": partial(random_rows, [partial(norm_quantized, g) for g in ("group", "row")], 16384, 1 << 28),
     "layernorm": partial(random_rows, (layer_forward, layer_backward), 16384, 1 << 29),
     "softmax": partial(random_rows, _SOFTMAX, 131072, 1 << 28),
 }

@@ -256,7 +256,7 @@ QUOTES = {
         "| decoding | cuDNN; PyTorch's flash | {decode, cudnn}; {decode, flash} |",
         "| RMSNorm, forward; backward | the fastest of PyTorch, quack, Liger | {rmsnorm, the fastest}; "
         "{rmsnorm gradients, the fastest} |",
-        "| fp32 products on a CPU, two threads | NumPy's OpenBLAS | {cpu gemm, 2} |",
+        "| fp32 products on two cores of an AMD EPYC (Zen 5) | NumPy's OpenBLAS | {cpu gemm, 2} |",
         "a training step of four layers of Llama at 8B width takes {models: pydet step} ms, stock {models: stock step}",
     ],
     "docs/neighbours.md": ["A plain Triton product has {Triton} of cuBLAS's speed in our results."],
@@ -287,12 +287,14 @@ QUOTES = {
         "| 2 H200s, a segment each; 8 segments | {2 ranks, 4096 x 14336} |",
         "| 4 H100s, a segment each; 8 segments (an older library) | {4 ranks, 4096 x 14336} |",
         "| 8 H100s, a segment each (an older library) | {8 ranks, 4096 x 14336} |",
-        "On two cores of an AMD EPYC (AVX-512), release {release of cpu} (fp8: {release of cpu_fp8}), from "
+        "On two cores of an AMD EPYC (Zen 5, AVX-512), release {release of cpu} (fp8: {release of cpu_fp8}), from "
         "[its results](reference/results/cpu.md), `make bench`, NumPy 2.4 with its own OpenBLAS and PyTorch 2.13",
         "| fp32 GEMM, 512x4096x4096, 1024^3, 2048^3, beside NumPy | {cpu gemm, 1} | {cpu gemm, 2} |",
         "| 8 rows by 4096x4096 weights, w [N, K] and b [K, N], beside NumPy | {cpu 8 rows, 1} | {cpu 8 rows, 2} |",
         "| **1 row, the same** (the worst) | {cpu 1 rows, 1} | {cpu 1 rows, 2} |",
         "| RMSNorm backward, 4096x4096, fp32 and bf16, beside PyTorch | {cpu norms, 1} | {cpu norms, 2} |",
+        "| fp32 GEMM, 1024^3, 700x3000x1500, beside NumPy on a Zen 4; on a Xeon with AMX | {cpu zen4}; {cpu xeon} | |",
+        "| bf16 GEMM, 1024^3, beside PyTorch's AMX on that Xeon; 1 row by 4096x4096 | {cpu amx} | |",
         "| the model of Hopper's tensor cores, bf16 | {cpu model} GMAC/s (AVX2: {cpu model, AVX2}) | |",
         "| the same in fp8, by groups and blocks (one core) | {cpu fp8 model} GMAC/s (AVX2: {cpu fp8 model, AVX2}) | |",
         "| a call on 4x4 arrays with `out=` | NumPy {cpu call, NumPy} us, torch {cpu call, torch} us "

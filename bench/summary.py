@@ -28,6 +28,7 @@ PART_OF = {
     "scaled_grouped_gemm": "grouped_gemm",
     "equality": "gemm",
     "rmsnorm_accuracy": "rmsnorm",
+    "rmsnorm_quantize": "quantize",
     "attention_varlen": "attention",
     "attention_decode": "attention",
     "attention_paged": "attention",

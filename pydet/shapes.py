@@ -19,6 +19,7 @@ MAX_DIMS = 8
 SCALED = TYPES[3:5]  # factors of scaled_gemm
 SCALES = (TYPES[0], TYPES[5])
 GROUP = 128  # elements along k, or columns, that share a scale
+FINE = 32  # and along k, where chunks are of so many
 _INVALID_SHAPE: int = constants.PYDET_INVALID_SHAPE
 _PRODUCTS = {  # which operands are read transposed, and what is said to be wanted of the second
     "gemm": (False, False, "{}xN"),
@@ -135,7 +136,14 @@ class Rules:
             fail(_INVALID_SHAPE, f"{op}: bias is {text(bias.shape)}, want one that broadcasts to {text(shape)}")
 
     def scaled_product(
-        self, a: Operand, a_scale: Operand | None, b: Operand, b_scale: Operand | None, bias: Operand | None = None
+        self,
+        a: Operand,
+        a_scale: Operand | None,
+        b: Operand,
+        b_scale: Operand | None,
+        bias: Operand | None = None,
+        *,
+        k_chunk: int | None = None,
     ) -> Shape:
         """Of scaled_gemm."""
         op = "scaled_gemm"
@@ -147,7 +155,7 @@ class Rules:
         self.require(inner == k, lambda: f"{op}: b is {text(b.shape)}, want {k}xN")
         if bias is not None:
             self._bias_of_matrix(op, bias, m, n)
-        chunks, blocks = -(-k // GROUP), -(-n // GROUP)
+        chunks, blocks = -(-k // (FINE if k_chunk == FINE else GROUP)), -(-n // GROUP)
         for x, fitting in ((a_scale, ((m, 1), (m, chunks))), (b_scale, ((1, n), (chunks, n), (chunks, blocks)))):
             if x is not None and x.shape and x.shape[-2:] not in fitting:
                 forms = ["()", *map(text, fitting)]

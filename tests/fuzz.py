@@ -229,6 +229,7 @@ ORDER = {  # how each operation takes its tensors
     "scaled_gemm": ["a", "a_scale", "b", "b_scale", "bias", "out"],
     "quantize": ["x", "out", "scale", "transposed", "transposed_scale"],
     "rmsnorm": ["x", "residual", "weight", "y", "rstd", "sum"],
+    "rmsnorm_quantize": ["x", "residual", "weight", "out", "scale", "y", "rstd", "sum"],
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
     "fold": ["bias", "out"],  # after the parts
     "grouped_gemm": ["a", "b", "bias", "group_start", "group_end", "out"],
@@ -422,6 +423,17 @@ def invoke_python(rng, call):
             keywords["window"] = tuple(None if x < 0 else x for x in (given.window_left, given.window_right))
         keywords |= {name: producers.pop(name) for name in ("sinks", "allowed", "bias", "first_key")}
         keywords |= {name: producers.pop(name) for name in call.outputs}
+    elif call.op == "rmsnorm_quantize":
+        tensors = {**call.inputs, **call.outputs}
+        for name, keyword in (("out", "dtype"), ("scale", "scale_dtype")):
+            dtype = Described(tensors[name]).dtype
+            keywords |= {} if dtype in (None, BOUNDARY) else {keyword: dtype.name}
+        if "scale" in call.inputs:
+            keywords["scale"] = producers["scale"]
+            producers["scale"] = None
+            del keywords["granularity"]
+        keywords["out"] = tuple(producers.pop(name) for name in ("out", "scale", "sum"))
+        keywords |= {name: producers.pop(name) for name in ("y", "rstd")}
     elif call.op == "rmsnorm":
         keywords["out"] = tuple(producers.pop(name) for name in ("y", "rstd", "sum"))
     elif call.op == "layernorm":
@@ -471,6 +483,7 @@ def invoke_python(rng, call):
 def python_can(call):
     """The Python function has nothing to make here, for which it would need the caller's framework."""
     fixed = {"rmsnorm": ["y", "rstd"], "layernorm": ["y", "mean", "rstd"], "quantize": ["x", "out", "scale"]}
+    fixed |= {"rmsnorm_quantize": ["x", "out", "scale", *["sum"] * (call.inputs.get("residual") is not None)]}
     fixed |= {"rmsnorm_backward": ["dx"], "layernorm_backward": ["dx"], "attention": ["out"]}
     fixed |= {"attention_backward": ["lse", "dq", "dk", "dv"]}
     if call.op in C_ALONE or (call.op == "attention" and call.outputs["lse"] is not None):
@@ -625,7 +638,7 @@ def make_scaled(rng):
     k = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160] + ([257, 300] if not batch else []))
     n = min(n, 33) if batch else n
     regions = iter(rng.sample(REGIONS, 7))
-    blocks = reference_fp8.groups
+    blocks, along = reference_fp8.groups, rng.choice([128, 128, 32])  # scales' elements along k
 
     def matrix(shape, kind, lead):
         return place(rng, next(regions), lead + shape, kind, order=[len(lead) + 1, len(lead)])
@@ -639,18 +652,18 @@ def make_scaled(rng):
 
     made = {
         "a": matrix([m, k], rng.choice(list(FP8.values())), batch),
-        "a_scale": scale([[m, 1], [m, blocks(k)]]),
+        "a_scale": scale([[m, 1], [m, blocks(k, along)]]),
         "b": matrix([k, n], rng.choice(list(FP8.values())), rng.choice([[], batch])),
-        "b_scale": scale([[1, n], [blocks(k), n], [blocks(k), blocks(n)]]),
+        "b_scale": scale([[1, n], [blocks(k, along), n], [blocks(k, along), blocks(n)]]),
         "bias": None,
     }
     if rng.random() < 0.4:
         made["bias"] = place(rng, next(regions), rng.choice([[n], batch + [m, n]]), rng.choice(list(DTYPES.values())))
-    varies = along_k(made["a_scale"], -1, k) or along_k(made["b_scale"], -2, k)
+    varies = along_k(made["a_scale"], -1, k, along) or along_k(made["b_scale"], -2, k, along)
     accumulate = rng.random() < 0.3 and (varies or (made["a_scale"] is None and made["b_scale"] is None))
     out_kind = np.dtype(np.float32) if accumulate else rng.choice(list(DTYPES.values()))
     given = options("pydet_scaled_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
-    given.k_chunk = 128 if varies else rng.choice([0, 32, 64, 128, 160])
+    given.k_chunk = along if varies or along == 32 else rng.choice([0, 64, 128, 160])
     outputs = {"out": matrix([m, n], out_kind, batch)}
     of_chunks = varies or (made["a_scale"] is None and made["b_scale"] is None)
     if of_chunks and not accumulate and rng.random() < 0.4:
@@ -664,10 +677,10 @@ def make_scaled(rng):
     return Call("scaled_gemm", made, outputs, given)
 
 
-def along_k(scale, dim, k):
-    """Whether a scale, or its descriptor, has an extent for each 128 of k."""
+def along_k(scale, dim, k, group):
+    """Whether a scale, or its descriptor, has an extent for each so many elements of k."""
     shape = [] if scale is None else list(scale.shape)
-    return len(shape) > 0 and shape[dim] == reference_fp8.groups(k)
+    return len(shape) > 0 and shape[dim] == reference_fp8.groups(k, group)
 
 
 def make_quantize(rng):
@@ -692,10 +705,31 @@ def make_quantize(rng):
     return Call("quantize", inputs, outputs, given)
 
 
+def make_norm_quantize(rng):
+    lead, n = rng.choice([[0], [1], [2], [5], [2, 3], [17], []]), rng.choice([1, 2, 7, 8, 9, 64, 127, 128, 129, 2049])
+    lead = rng.choice([[1], [2], []]) if n > 1000 else lead
+    kind, regions = rng.choice(list(DTYPES.values())), iter(rng.sample(REGIONS, 8))
+    wide = np.dtype(np.float32) if rng.random() < 0.3 else kind
+    maybe = lambda make, chance: make() if rng.random() < chance else None
+    like = lambda of=kind: place(rng, next(regions), lead + [n], of)
+    granularity = rng.choice([0, 1, 3])
+    given = options("pydet_rmsnorm_quantize_options", eps=rng.choice([0.0, 1e-6]), granularity=granularity)
+    given.weight_offset, given.power_of_two = rng.choice([0.0, 1.0]), int(granularity != 3 and rng.random() < 0.3)
+    of_scale = [] if granularity == 3 else lead + [1 if granularity == 0 else reference_fp8.groups(n)]
+    residual = maybe(lambda: like(wide), 0.5)
+    weight = maybe(lambda: place(rng, next(regions), [n], rng.choice(list(DTYPES.values()))), 0.7)
+    outputs = {"out": like(rng.choice(list(FP8.values()))), "y": maybe(like, 0.3)}
+    outputs["scale"] = place(rng, next(regions), of_scale, rng.choice(list(SCALES.values())))
+    outputs["rstd"] = maybe(lambda: contiguous(rng, next(regions), lead, np.dtype(np.float32)), 0.3)
+    outputs["sum"] = like(wide) if residual else None
+    return Call("rmsnorm_quantize", {"x": like(), "residual": residual, "weight": weight}, outputs, given)
+
+
 def settle(call):
-    """The scale of quantize among what its options make it."""
-    if call.op == "quantize":
-        was, is_ = (call.outputs, call.inputs) if chosen(call, "given") else (call.inputs, call.outputs)
+    """The scale of quantize, and of a norm quantised, among what its options make it."""
+    if call.op in ("quantize", "rmsnorm_quantize"):
+        read = chosen(call, "given") if call.op == "quantize" else chosen(call, "granularity") == 3
+        was, is_ = (call.outputs, call.inputs) if read else (call.inputs, call.outputs)
         if "scale" in was:
             is_["scale"] = was.pop("scale")
 
@@ -985,10 +1019,18 @@ def boundary(rng, region, groups, tokens):
     return tensor
 
 
+def begins_elsewhere(rng, region, inputs, shape, given):
+    """A product whose sums begin at a tensor of their own, and the room that they may need."""
+    inputs["initial"] = packed(rng, region, shape, np.dtype(np.float32))
+    workspace = Workspace((4 * int(np.prod(shape, dtype=np.int64)) + 15) // 16 * 16)
+    given.workspace, given.workspace_size = workspace.pointer, workspace.size
+    WORKSPACES[id(given)] = workspace
+
+
 def make_grouped(rng):
     depth, groups, tokens = rng.random() < 0.4, rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17, 33, 40])
     rows, n = rng.choice([0, 1, 2, 7, 16, 17, 33]), rng.choice([0, 1, 2, 5, 17])
-    regions, kinds, fp32 = iter(rng.sample(REGIONS, 6)), list(DTYPES.values()), np.dtype(np.float32)
+    regions, kinds, fp32 = iter(rng.sample(REGIONS, 7)), list(DTYPES.values()), np.dtype(np.float32)
     kind, accumulate = rng.choice(kinds), rng.random() < 0.3
     arithmetic = rng.choice(ARITHMETICS if kind.itemsize == 2 else ARITHMETICS[:2])
 
@@ -1010,13 +1052,17 @@ def make_grouped(rng):
         accumulate=int(accumulate),
         k_chunk=rng.choice([0, 0, 16, 32]),
     )
+    if not accumulate and rng.random() < 0.3:
+        begins_elsewhere(rng, next(regions), inputs, shape, given)
     return Call("grouped_gemm", inputs, outputs, given)
 
 
 def make_scaled_grouped(rng):
     groups, tokens, n = rng.choice([1, 1, 2, 3, 7]), rng.choice([0, 1, 3, 8, 17]), rng.choice([0, 1, 2, 5, 33, 129])
-    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 8))
+    k, regions = rng.choice([0, 1, 31, 32, 33, 127, 128, 129, 160]), iter(rng.sample(REGIONS, 9))
     n, blocks = min(n, 33) if groups > 3 else n, reference_fp8.groups
+    along = rng.choice([128, 128, 32])  # scales' elements along k
+    chunks = blocks(k, along)
 
     def matrix(shape, kind):
         return place(rng, next(regions), shape, kind, order=[len(shape) - 1, len(shape) - 2])
@@ -1029,20 +1075,23 @@ def make_scaled_grouped(rng):
 
     inputs = {
         "a": matrix([tokens, k], rng.choice(list(FP8.values()))),
-        "a_scale": scale([], [[tokens, 1], [tokens, blocks(k)]]),
+        "a_scale": scale([], [[tokens, 1], [tokens, chunks]]),
         "b": matrix([groups, k, n], rng.choice(list(FP8.values()))),
-        "b_scale": scale(rng.choice([[], [1], [groups]]), [[1, n], [blocks(k), n], [blocks(k), blocks(n)]]),
+        "b_scale": scale(rng.choice([[], [1], [groups]]), [[1, n], [chunks, n], [chunks, blocks(n)]]),
         "bias": matrix([groups, n], rng.choice(list(DTYPES.values()))) if rng.random() < 0.4 else None,
         "group_start": boundary(rng, next(regions), groups, tokens) if rng.random() < 0.4 else None,
         "group_end": boundary(rng, next(regions), groups, tokens),
     }
-    varies = along_k(inputs["a_scale"], -1, k) or along_k(inputs["b_scale"], -2, k)
+    varies = along_k(inputs["a_scale"], -1, k, along) or along_k(inputs["b_scale"], -2, k, along)
     accumulate = rng.random() < 0.3 and (varies or (inputs["a_scale"] is None and inputs["b_scale"] is None))
     out_kind = np.dtype(np.float32) if accumulate else rng.choice(list(DTYPES.values()))
     given = options("pydet_scaled_grouped_gemm_options", arithmetic=rng.choice([0, 1, 2]), accumulate=int(accumulate))
-    given.k_chunk = 128 if varies else rng.choice([0, 32, 64, 128, 160])
+    given.k_chunk = along if varies or along == 32 else rng.choice([0, 64, 128, 160])
     outputs = {"out": matrix([tokens, n], out_kind)}
-    if given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
+    of_chunks = varies or (inputs["a_scale"] is None and inputs["b_scale"] is None)
+    if of_chunks and not accumulate and rng.random() < 0.4:
+        begins_elsewhere(rng, next(regions), inputs, [tokens, n], given)
+    elif given.arithmetic == 0 and not accumulate and given.k_chunk == 128 and rng.random() < 0.5:
         given = None
     return Call("scaled_grouped_gemm", inputs, outputs, given)
 
@@ -1517,13 +1566,16 @@ def expected_scaled_gemm(call, before):
     expect(b.shape[-2] == k, "accepted inner dimensions that differ")
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), m, n)
     expect(old.shape == shape, "accepted an output of", old.shape, "for", shape)
-    allowed = [(m, 1), (m, groups(k))], [(1, n), (groups(k), n), (groups(k), groups(n))]
+    k_chunk = chosen(call, "k_chunk", 128)
+    along = 32 if k_chunk == 32 else 128
+    chunks = groups(k, along)
+    allowed = [(m, 1), (m, chunks)], [(1, n), (chunks, n), (chunks, groups(n))]
     for scale, shapes in zip((a_scale, b_scale), allowed):
         fits = scale is None or scale.shape == () or scale.shape[-2:] in shapes
         expect(fits and (scale is None or scale.dtype in SCALES.values()), "accepted a scale that does not fit")
-    varies, k_chunk = along_k(a_scale, -1, k) or along_k(b_scale, -2, k), chosen(call, "k_chunk", 128)
+    varies = along_k(a_scale, -1, k, along) or along_k(b_scale, -2, k, along)
     one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
-    expect(not varies or k_chunk == 128 or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
+    expect(not varies or k_chunk == along or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
     expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
     initial = before.get("initial")
     if initial is not None:
@@ -1538,6 +1590,30 @@ def expected_scaled_gemm(call, before):
         arithmetic=arithmetic, k_chunk=k_chunk, initial=initial,
     )  # fmt: skip
     return {"out": result}
+
+
+def expected_norm_quantize(call, before):
+    x, q, scale, granularity = before["x"], before["out"], before["scale"], chosen(call, "granularity")
+    residual, weight, n = before.get("residual"), before.get("weight"), before["x"].shape[-1]
+    expect(x.dtype in DTYPES.values() and q.dtype in FP8.values() and scale.dtype in SCALES.values(), "accepted types")
+    expect(q.shape == x.shape and n > 0 and (weight is None or weight.shape == (n,)), "accepted shapes of", x.shape)
+    expect(granularity in (0, 1, 3), "accepted granularity", granularity)
+    for name in ("y", "sum", "residual"):
+        expect(name not in before or before[name].shape == x.shape, "accepted", name, "of another shape")
+    if 0 in x.shape:
+        return {"out": q}
+    of_norm = {"eps": chosen(call, "eps", np.float32(1e-6)), "weight_offset": chosen(call, "weight_offset")}
+    y, rstd, *total = reference.rmsnorm(x, weight, residual=residual, **of_norm)
+    options = {"granularity": GRANULARITIES[granularity], "dtype": q.dtype}
+    as_rows = lambda t: t.reshape(-1, t.shape[-1])
+    if granularity == 3:
+        results = {"out": reference_fp8.quantize(as_rows(y), scale=scale, **options)[0].reshape(x.shape)}
+    else:
+        options |= {"scale_dtype": scale.dtype, "power_of_two": bool(chosen(call, "power_of_two"))}
+        found = reference_fp8.quantize(as_rows(y), **options)
+        results = {"out": found[0].reshape(x.shape), "scale": found[1].reshape(scale.shape)}
+    results |= {"y": y, "rstd": rstd, **({"sum": total[0]} if total else {})}
+    return {name: result for name, result in results.items() if name in before}
 
 
 def expected_quantize(call, before):
@@ -1822,10 +1898,14 @@ def expected_grouped_gemm(call, before):
     for boundary in (end, start):
         fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
         expect(fits, "accepted boundaries that do not fit")
-    k_chunk = chosen(call, "k_chunk") or None
+    k_chunk, initial = chosen(call, "k_chunk") or None, before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
     result = reference.grouped_gemm(
-        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk
-    )
+        a, b, end, start, bias=bias, out=old.copy(), accumulate=accumulate, arithmetic=arithmetic, k_chunk=k_chunk,
+        initial=initial,
+    )  # fmt: skip
     return {"out": result}
 
 
@@ -1845,21 +1925,29 @@ def expected_scaled_grouped_gemm(call, before):
     for boundary in (end, start):
         fits = boundary is None or (boundary.dtype == BOUNDARY and boundary.shape == (groups,))
         expect(fits, "accepted boundaries that do not fit")
-    fits = a_scale is None or a_scale.shape in ((), (tokens, 1), (tokens, blocks(k)))
+    k_chunk = chosen(call, "k_chunk", 128)
+    along = 32 if k_chunk == 32 else 128
+    chunks = blocks(k, along)
+    fits = a_scale is None or a_scale.shape in ((), (tokens, 1), (tokens, chunks))
     if b_scale is not None and b_scale.shape:
-        fits &= b_scale.shape[-2:] in ((1, n), (blocks(k), n), (blocks(k), blocks(n)))
+        fits &= b_scale.shape[-2:] in ((1, n), (chunks, n), (chunks, blocks(n)))
         fits &= b_scale.shape[:-2] in ((), (1,), (groups,))
     expect(fits, "accepted a scale that does not fit")
     expect(all(s is None or s.dtype in SCALES.values() for s in (a_scale, b_scale)), "accepted a type of scale")
-    varies, k_chunk = along_k(a_scale, -1, k) or along_k(b_scale, -2, k), chosen(call, "k_chunk", 128)
+    varies = along_k(a_scale, -1, k, along) or along_k(b_scale, -2, k, along)
     one_chunk = k <= 128 and (k_chunk == 0 or k_chunk > 128)
-    expect(not varies or k_chunk == 128 or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
+    expect(not varies or k_chunk == along or one_chunk, "accepted k_chunk", k_chunk, "with scales along k")
     expect(varies or not accumulate or (a_scale is None and b_scale is None), "accumulated under a scale of all of k")
+    initial = before.get("initial")
+    if initial is not None:
+        expect(not accumulate, "accumulated, and began elsewhere")
+        expect(initial.shape == old.shape and initial.dtype == np.float32, "began at", initial.dtype, initial.shape)
+        expect(varies or (a_scale is None and b_scale is None), "began elsewhere under a scale of all of k")
     if 0 in old.shape:
         return {"out": old}
     result = reference_fp8.scaled_grouped_gemm(
         a, b, end, start, a_scale=a_scale, b_scale=b_scale, bias=bias, out=old.copy(), accumulate=accumulate,
-        arithmetic=arithmetic, k_chunk=k_chunk,
+        arithmetic=arithmetic, k_chunk=k_chunk, initial=initial,
     )  # fmt: skip
     return {"out": result}
 
@@ -2015,6 +2103,7 @@ EXPECTED = {
     "scaled_grouped_gemm": expected_scaled_grouped_gemm,
     "grouped_gemm": expected_grouped_gemm,
     "rmsnorm": expected_rmsnorm,
+    "rmsnorm_quantize": expected_norm_quantize,
     "rmsnorm_backward": expected_rmsnorm_backward,
     "scaled_gemm": expected_scaled_gemm,
     "quantize": expected_quantize,
@@ -2074,7 +2163,15 @@ def run_case(seed, number):
     KERNEL_NAMES.clear()
     makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
-    makers |= {make_activation: 1, make_sample: 1, make_embedding: 1, make_head: 1, make_rotary: 1, make_scan: 2}
+    makers |= {
+        make_norm_quantize: 1,
+        make_activation: 1,
+        make_sample: 1,
+        make_embedding: 1,
+        make_head: 1,
+        make_rotary: 1,
+        make_scan: 2,
+    }
     make = rng.choices(list(makers), list(makers.values()))[0]
     call = make(rng)
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
@@ -2119,7 +2216,7 @@ def run_case(seed, number):
     expect(meaningless_options(call) is None, "accepted", meaningless_options(call))
     forced, ran = chosen(call, "kernel", ffi.NULL), ffi.string(lib.pydet_last_kernel())
     expect(by_python or forced == ffi.NULL or ran in (b"", ffi.string(forced)), "forced", forced, "but ran", ran)
-    fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize")
+    fp8 = call.op in ("scaled_gemm", "scaled_grouped_gemm", "quantize", "rmsnorm_quantize")
     numbers = [x for name, x in before.items() if not name.startswith("group_") and name not in WITHOUT_NUMBERS]
     expect(fp8 or all(x.dtype in DTYPES.values() for x in numbers), "accepted a type that is no float of 16 or 32 bits")
     vast = any(d.sense == "vast" for d in sense.values())

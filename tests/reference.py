@@ -281,7 +281,9 @@ def groups_of(end, start, tokens):
     return found
 
 
-def grouped_gemm(a, b, end, start=None, *, bias=None, out=None, out_dtype=None, accumulate=False, gemm=gemm, **options):
+def grouped_gemm(
+    a, b, end, start=None, *, bias=None, out=None, out_dtype=None, accumulate=False, initial=None, gemm=gemm, **options
+):
     """gemm of each group. Rows of no group keep what out held; without out they are NaN."""
     rows = b.ndim == 3
     groups = groups_of(end, start, a.shape[0] if rows else a.shape[1])
@@ -293,6 +295,8 @@ def grouped_gemm(a, b, end, start=None, *, bias=None, out=None, out_dtype=None, 
         part = slice(first, last)
         x, y, to = (a[part], b[g], part) if rows else (a[:, part], b[part], g)
         given = {"out": result[to], "accumulate": True} if accumulate else {"out_dtype": result.dtype}
+        if initial is not None:
+            given["initial"] = initial[to]
         result[to] = gemm(x, y, bias=None if bias is None else bias[g], **given, **options)
     return result
 

@@ -6,12 +6,13 @@ Nothing here shares code with the library: numbers are decoded by ml_dtypes, ste
 import ml_dtypes
 import numpy as np
 
+import reference
 from reference import FLOAT32, fma, groups_of, quiet, round_to, widen
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-GROUP, STEP = 128, 32
+GROUP, FINE, STEP = 128, 32, 32  # FINE: of scales, where chunks are of so many
 LEAST_EXPONENT = {E4M3: -6, E5M2: -14}
 LARGEST = {E4M3: np.float32(448), E5M2: np.float32(57344)}
 NONE = -(1 << 20)  # the exponent of what does not take part
@@ -60,33 +61,34 @@ def chain(a, b, c, arithmetic):
     return c
 
 
-def groups(extent):
-    return -(-extent // GROUP)
+def groups(extent, group=GROUP):
+    return -(-extent // group)
 
 
-def spread(scale, m, k):
+def spread(scale, m, chunks):
     """A scale as [m, chunks of k] of float32, and whether it varies along k."""
     if scale is None or scale.ndim == 0:
         value = np.float32(1) if scale is None else scale.astype(np.float32)
-        return np.full((m, max(groups(k), 1)), value, np.float32), False
+        return np.full((m, max(chunks, 1)), value, np.float32), False
     wide = scale.astype(np.float32)
-    along_k = scale.shape[1] == groups(k)
+    along_k = scale.shape[1] == chunks
     if scale.shape[0] != m:
         wide = np.repeat(wide, GROUP, axis=0)[:m]
-    return (wide if along_k else np.repeat(wide, max(groups(k), 1), axis=1)), along_k
+    return (wide if along_k else np.repeat(wide, max(chunks, 1), axis=1)), along_k
 
 
 @quiet
 def matrix(a, b, a_scale, b_scale, bias, start, arithmetic, k_chunk):
     (m, k), n = a.shape, b.shape[1]
-    sa, a_along = spread(a_scale, m, k)
-    sb, b_along = spread(None if b_scale is None else b_scale.T, n, k)
+    group = FINE if k_chunk == FINE else GROUP
+    sa, a_along = spread(a_scale, m, groups(k, group))
+    sb, b_along = spread(None if b_scale is None else b_scale.T, n, groups(k, group))
     along_k = a_along or b_along
     begin = np.zeros((m, n), np.float32) if start is None else start
     if k_chunk == 0 and not along_k:
         total = chain(a, b, begin, arithmetic)
     else:
-        total, length = begin, GROUP if along_k else k_chunk
+        total, length = begin, group if along_k else k_chunk
         for c, first in enumerate(range(0, k, length)):
             part = chain(
                 a[:, first : first + length], b[first : first + length], np.zeros((m, n), np.float32), arithmetic
@@ -131,7 +133,7 @@ def of_group(x, g):
 
 def scaled_grouped_gemm(
     a, b, end, start=None, *, a_scale, b_scale, bias=None, out=None, out_dtype=None, accumulate=False,
-    gemm=scaled_gemm, **options,
+    initial=None, gemm=scaled_gemm, **options,
 ):  # fmt: skip
     """scaled_gemm of each group. Rows of no group keep what out held; without out they are NaN."""
     shape = (len(a), b.shape[-1])
@@ -141,6 +143,7 @@ def scaled_grouped_gemm(
         given = {"out": result[part].copy(), "accumulate": True} if accumulate else {"out_dtype": result.dtype}
         given |= {"a_scale": a_scale if a_scale is None or a_scale.ndim == 0 else a_scale[part]}
         given |= {"b_scale": of_group(b_scale, g), "bias": None if bias is None else bias[g]}
+        given |= {} if initial is None else {"initial": initial[part]}
         result[part] = gemm(a[part], b[g], **given, **options)
     return result
 
@@ -185,3 +188,12 @@ def quantize(
         return q, scale
     options = {"granularity": granularity, "dtype": dtype, "scale_dtype": scale_dtype, "power_of_two": power_of_two}
     return q, scale, *quantize(np.ascontiguousarray(x.swapaxes(-1, -2)), **options)
+
+
+def rmsnorm_quantize(
+    x, weight=None, *, eps, weight_offset=0.0, residual=None, granularity="row", scale=None, **options
+):
+    """The two calls: the norm, whose y is of x's type, and its q."""
+    y, _, *total = reference.rmsnorm(x, weight, eps=eps, weight_offset=weight_offset, residual=residual)
+    granularity = granularity if scale is None else "tensor"
+    return *quantize(y, granularity=granularity, scale=scale, **options), *total

@@ -239,6 +239,15 @@ static void run(void) {
       options.kernel = call.kernel, options.bias = &weight;
       call.status = pydet_rmsnorm(NULL, &x, call.transposed ? &residual : NULL, &weight, &y, NULL,
                                   call.transposed ? &sum : NULL, &options);
+    } else if (!strcmp(call.operation, "rmsnorm_quantize")) {
+      pydet_rmsnorm_quantize_options options = {sizeof options, 1e-6f, 0, PYDET_ROW, 0, 0, NULL};
+      int64_t of_scale[2] = {call.m, 1};
+      pydet_tensor sum = tensor(workspace, 2, of_c, NULL, call.dtype), scale = tensor(b, 2, of_scale, NULL, fp32);
+      y.dtype.code = PYDET_FLOAT8_E4M3FN, y.dtype.bits = 8;
+      options.kernel = call.kernel, options.granularity = call.transposed ? PYDET_GROUP : PYDET_ROW;
+      of_scale[1] = call.transposed ? (call.n + 127) / 128 : 1;
+      call.status = pydet_rmsnorm_quantize(NULL, &x, call.k_chunk ? &x : NULL, &weight, &y, &scale, NULL, NULL,
+                                           call.k_chunk ? &sum : NULL, &options);
     } else if (!strcmp(call.operation, "softmax")) {
       pydet_softmax_options options = {sizeof options, 0, NULL, 0};
       options.log = call.k_chunk != 0, options.kernel = call.kernel;

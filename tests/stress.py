@@ -23,7 +23,7 @@ import pydet
 
 SLOT = 1 << 18  # bytes of an output; every one lies in a slot of its own
 OPERATIONS = (  # of the kernel table
-    *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward"),
+    *("gemm", "scaled_gemm", "quantize", "grouped_gemm", "rmsnorm", "rmsnorm_backward", "rmsnorm_quantize"),
     *("scaled_grouped_gemm", "layernorm", "layernorm_backward", "softmax", "softmax_backward", "attention"),
     *("attention_backward", "activation", "activation_backward", "sample", "topk"),
     *("embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"),
@@ -340,6 +340,19 @@ def quantize_cases(dtype, generator, device):
             )
 
 
+def quantized_norm_cases(dtype, generator, device):
+    for rows, n in ((1, 4096), (3, 8000), (33, 256), (130, 384), (200, 96), (2, 20000)):
+        x, added = (tensor(generator, (rows, n), dtype, device) for _ in range(2))
+        for granularity, extent in (("row", 1), ("group", -(-n // 128))):
+            outs = [((rows, n), torch.float8_e4m3fn), ((rows, extent), torch.float32), ((rows, n), dtype)]
+            how = {"eps": 1e-6, "residual": added, "granularity": granularity}
+            yield (
+                f"rmsnorm_quantize by {granularity}s",
+                outs,
+                lambda o, x=x, how=how, **k: pydet.rmsnorm_quantize(x, out=tuple(o), **how, **k),
+            )
+
+
 def attention_cases(dtype, generator, device):
     """Prefill, decoding over segments, a pack, and pages."""
     make = lambda *shape: tensor(generator, shape, dtype, device)
@@ -467,6 +480,7 @@ def make_cases(device, seed, only):
                     "gemm": functools.partial(product_cases, key[1]),
                     "scaled_gemm": scaled_cases,
                     "quantize": quantize_cases,
+                    "rmsnorm_quantize": quantized_norm_cases,
                     "grouped_gemm": grouped_cases,
                     "scaled_grouped_gemm": scaled_grouped_cases,
                     "attention": attention_cases,

@@ -99,8 +99,11 @@ SIZES = {
     "pydet_gemm_options": 56,
     "pydet_skinny_gemm_options": 64,
     "pydet_scaled_gemm_options": 56,
+    "pydet_grouped_gemm_options": 56,
+    "pydet_scaled_grouped_gemm_options": 56,
     "pydet_rmsnorm_options": 32,
     "pydet_rmsnorm_backward_options": 56,
+    "pydet_rmsnorm_quantize_options": 32,
     "pydet_layernorm_options": 24,
     "pydet_layernorm_backward_options": 40,
     "pydet_attention_options": 144,
@@ -265,7 +268,7 @@ def test_kernel_table_ends_and_describes_itself():
         operations |= {"attention_backward", "activation", "activation_backward", "sample", "topk"}
         operations |= {"embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"}
         operations |= {"rotary_table", "rotary", "selective_scan_backward", "gated_delta_backward"}
-        operations |= {"causal_conv1d_backward"}
+        operations |= {"causal_conv1d_backward", "rmsnorm_quantize"}
         assert c_string(info.operation) in operations
         assert set(c_string(info.dtypes).split()) <= {"fp32", "bf16", "fp16", "e4m3", "e5m2"} and c_string(info.dtypes)
         assert info.available in (0, 1) and c_string(lib.pydet_arithmetic_name(info.arithmetic)) != "auto"

@@ -163,6 +163,27 @@ def test_many_tiles(runs, torch):
 
 
 @each("attention")
+def test_pages_of_many_tiles(runs, torch):
+    """A prefill behind a cache in pages: a block of keys is one page or several, whose boxes two blocks share."""
+    if runs.kernel.arithmetic != "sm90" or runs.kernel.name.endswith("mma"):
+        pytest.skip("one kernel of an arithmetic is compared with another")
+    for d, page in itertools.product((64, 128, 256), (8, 16, 32, 64, 128, 256)):
+        count = -(-1900 // page)
+        order = runs.torch.randperm(3 * count + 2, generator=runs.random)[: 3 * count].reshape(3, count).int().cuda()
+        k, v = (torch.full((3 * count + 2, page, 4, d), float("nan")).to(runs.dtype).cuda() for _ in "kv")
+        k[order.flatten().long()], v[order.flatten().long()] = (
+            torch.randn(3 * count, page, 4, d, device="cuda").to(runs.dtype) for _ in "kv"
+        )
+        q, lengths = torch.randn(3, 16, 900, d, device="cuda").to(runs.dtype), runs.integers(1900, 901, 1024).cuda()
+        one, other = (
+            pydet.attention_paged(q, k, v, order, lengths, causal=True, kernel=name, arithmetic="sm90")
+            for name in (runs.kernel.name, "cuda_attention_sm90_mma")
+        )
+        differ = int((words(one) != words(other)).sum())
+        assert not differ, f"d {d}, pages of {page}: {differ} elements differ"
+
+
+@each("attention")
 def test_packs_of_many_tiles(runs, torch):
     """Blocks take them from one count, and find those that they had again where results are not finite."""
     if runs.kernel.arithmetic != "sm90" or runs.kernel.name.endswith("mma"):

@@ -26,6 +26,7 @@ import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_rmsnorm_heads as heads
+import test_rmsnorm_quantize as quantized
 import test_rotary as rotary
 import test_sample as samples
 import test_scaled_gemm as scaled
@@ -435,6 +436,7 @@ def test_embedding(device, kernel, dtype):
 def test_embedding_backward(device, kernel, dtype):
     """Tokens and tables around the steps of a warp and the ids of a block; many tokens of an id; ids of no rows."""
     embeddings.check_backward(device, dtype, EMBEDDED)
+    embeddings.check_many_tokens(device, dtype, False)
     dout, ids = data("normal", (70, 16), DTYPES[dtype]), embeddings.ids_of(70, 9)
     ids[::3], ids[1::7] = -5, 9
     want = embeddings.reference.embedding_backward(dout, ids, 9)
@@ -442,7 +444,7 @@ def test_embedding_backward(device, kernel, dtype):
     far = data("normal", (7, 10, 32), DTYPES[dtype]).swapaxes(0, 1)[..., :16]
     want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
     assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
-    assert device.taken == 2 * len(EMBEDDED) + 2
+    assert device.taken == 2 * len(EMBEDDED) + 10
 
 
 @each("selective_scan")
@@ -485,6 +487,18 @@ def test_causal_conv1d(device, kernel, dtype):
     assert device.taken == len(scans.CONVOLUTIONS)
 
 
+@each("selective_scan")
+def test_wide_selective_scan(device, kernel, dtype):
+    scans.check_wide(device, "selective_scan", dtype)
+    assert device.taken == len(scans.WIDE) + 1
+
+
+@each("selective_scan_backward")
+def test_wide_selective_scan_backward(device, kernel, dtype):
+    scan_gradients.check_wide(device, "selective_scan_backward", dtype)
+    assert device.taken == len(scan_gradients.WIDE) + 1
+
+
 @each("selective_scan_backward")
 def test_selective_scan_backward(device, kernel, dtype):
     """The CPU's cases, states of two and eight rounds, a group of several blocks of columns, several tiles of whole
@@ -496,6 +510,18 @@ def test_selective_scan_backward(device, kernel, dtype):
         given = scans.scan_of(1, 20, 2, 8, 1, states, dtype)
         scan_gradients.check_pack(device, "selective_scan_backward", given, dtype)
     assert device.taken == len(scan_gradients.GRADIENTS) + 9
+
+
+@each("gated_delta")
+def test_wide_gated_delta(device, kernel, dtype):
+    scans.check_wide(device, "gated_delta", dtype)
+    assert device.taken == len(scans.WIDE) + 1
+
+
+@each("gated_delta_backward")
+def test_wide_gated_delta_backward(device, kernel, dtype):
+    scan_gradients.check_wide(device, "gated_delta_backward", dtype)
+    assert device.taken == len(scan_gradients.WIDE) + 1
 
 
 @each("gated_delta_backward")
@@ -648,8 +674,21 @@ def test_grouped_gemm(device, kernel, dtype):
 def test_scaled_gemm(device, kernel, dtype):
     if kernel.arithmetic != "ieee":
         pytest.skip("on tensor cores")
+    if "skinny" in kernel.name:
+        pytest.skip("test_scaled_gemm_of_few_rows")
     device.dtype, device.arithmetic = dtype, "ieee"
     same_products(device, scaled, "scaled_gemm", scaled.problems_of(device))
+
+
+@each("scaled_gemm")
+def test_scaled_gemm_of_few_rows(device, kernel, dtype):
+    if kernel.arithmetic != "ieee":
+        pytest.skip("on tensor cores")
+    problems = [*scaled.few_rows(dtype)]
+    problems = problems if "skinny" in kernel.name else problems[::7]
+    for problem in problems:
+        assert_same_bits(scaled.run(device.scaled_gemm, problem), problem.expected(), str(problem))
+    assert device.taken == len(problems)
 
 
 @each("scaled_grouped_gemm")
@@ -657,6 +696,17 @@ def test_scaled_grouped_gemm(device, kernel, dtype):
     if kernel.arithmetic != "ieee":
         pytest.skip("on tensor cores")
     same_products(device, scaled_groups, "scaled_grouped_gemm", scaled_groups.problems_of(dtype, "ieee"))
+
+
+@each("rmsnorm_quantize")
+def test_rmsnorm_quantize(device, kernel, dtype):
+    """The CPU's cases; the first rows of many, which end inside a block."""
+    shapes = quantized.SHAPES if "held" not in kernel.name else [(m, n) for m, n in quantized.SHAPES if n % 8 == 0] * 2
+    quantized.check(device, dtype, shapes + quantized.MANY[dtype == "fp16" :: 2])
+    taken = device.taken
+    assert taken > len(shapes) // 2, taken
+    quantized.check_strides(device, dtype)
+    assert device.taken == taken + 4
 
 
 @each("quantize")
@@ -767,11 +817,11 @@ class Pack:
         steps = range(0, heads, pack)
         self.jobs = {(s, h, q) for s, n in enumerate(lengths) for h in steps for q in range(0, n, self.rows)}
 
-    def find(self, again):
+    def find(self, again, sharers=1):
         found = np.zeros((self.most + 9, 6), np.int32)
         call = ctypes.CDLL(os.environ["PYDET_LIBRARY"]).emulated_attention_jobs
-        call.argtypes = ctypes.POINTER(Given), ctypes.c_bool, ctypes.c_void_p, ctypes.c_int
-        count = call(self.given, again, found.ctypes.data, len(found))
+        call.argtypes = ctypes.POINTER(Given), ctypes.c_bool, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
+        count = call(self.given, again, sharers, found.ctypes.data, len(found))
         assert count == self.most, f"{count} jobs, want {self.most}"
         return found[:count].tolist()
 
@@ -796,6 +846,11 @@ def test_each_job_of_attention_is_found_once():
         found = pack.find(False)
         assert {tuple(job[1:4]) for job in found} == pack.jobs
         assert sorted(pack.find(True)) == sorted(found)  # by the same blocks
+        if given["pack"] == 1 and group_heads % 2 == 0:
+            shared = pack.find(False, 2)
+            assert sorted(job[1:] for job in shared) == sorted(job[1:] for job in found)
+            first, second = ([job[1:] for job in shared if job[0] == block] for block in (0, 1))
+            assert second == [[s, head + 1, *rest] for s, head, *rest in first]  # the same keys, the head beside
 
 
 def test_jobs_of_more_keys_come_before():

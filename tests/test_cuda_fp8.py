@@ -16,7 +16,9 @@ from test_cuda import cuda_kernels, torch  # noqa: F401
 from test_scaled_gemm import OUT_TYPES, TYPES, VECTORS, Scaled
 
 UNSUPPORTED = 11  # pydet.h
-GEMM_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "sm90"]
+FINE_KERNEL = "cuda_scaled_gemm_sm90_fine"  # with scales of 32 elements along k alone
+ONE_WARPGROUP = "cuda_scaled_gemm_sm90_skinny_80"  # for up to 64 rows alone
+GEMM_KERNELS = [k.name for k in cuda_kernels("scaled_gemm") if k.arithmetic == "sm90" and k.name != FINE_KERNEL]
 PLAIN_COLUMNS = (96, 144, 160)  # of tiles of 128 rows that take e4m3 without scales along k alone
 PLAIN_KERNELS = {f"cuda_scaled_gemm_sm90_128x{columns}": columns for columns in PLAIN_COLUMNS}
 LOW_KERNELS = {f"cuda_scaled_gemm_sm90_64x{columns}": columns for columns in (64, 128)}  # with scales along k alone
@@ -268,14 +270,55 @@ def few_rows(types=(("e4m3", "e4m3"),)):
         yield make(m, n, k, a_scale="group", b_scale="block")
 
 
-@pytest.mark.parametrize("kernel", [*GEMM_KERNELS, None])
+def fine_problems():
+    """Scales of 32 elements along k: steps and stages of four, tiles of 16 and of 64 columns, one a block and more;
+    rows in several launches, of as many as their scales have room for."""
+    cases, outs = itertools.count(4000), itertools.cycle(["bf16", "fp32", "fp16"])
+    types = itertools.cycle(itertools.product(TYPES, TYPES))
+    scales = itertools.cycle([("group", "group"), ("group", "none"), ("row", "group"), ("none", "block")])
+
+    def make(m, n, k, **fields):
+        (a_type, b_type), (a_scale, b_scale) = next(types), next(scales)
+        given = {"a_scale": a_scale, "b_scale": b_scale, "out_dtype": next(outs), "seed": next(cases), **fields}
+        given = {"scale_type": E8M0 if given["seed"] % 3 else FLOAT32, **given}
+        return Scaled(m, n, k, a_type=a_type, b_type=b_type, k_chunk=32, **given)
+
+    both = {"a_scale": "group", "b_scale": "group"}
+    for m in (1, 7, 16, 17, 63, 64, 65, 100, 128, 129, 200):
+        yield make(m, 72, 272)
+        yield make(m, 4300, 160, **both)
+    for n in (1, 8, 15, 16, 17, 63, 64, 65, 128, 130):
+        yield make(5, n, 240, **both)
+        yield make(70, n + 4224, 144, **both)
+    for k in (16, 32, 48, 96, 112, 128, 144, 160, 256, 272, 384, 640, 1168):
+        yield make(20, 40, k, **both)
+        yield make(20, 4300, k, **both)
+    for k in (4224, 8320):  # whose scales leave no room for 64 rows
+        yield make(64, 72, k, **both)
+        yield make(33, 4300, k, **both)
+    for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
+        yield make(90, 203, 256, bias=bias, **both)
+    for kind in ("near", "specials"):
+        yield make(70, 140, 272, kind=kind, **both)
+    yield make(90, 4261, 528, accumulate=True, out_dtype="fp32", **both)
+    yield make(90, 261, 528, initial=True, **both)
+    yield make(5, 18000, 272, **both)
+
+
+@pytest.mark.parametrize("kernel", [*GEMM_KERNELS, FINE_KERNEL, None])
 def test_scaled_gemm_equals_the_cpu(torch, kernel):
     device = OnDevice(torch, kernel)
     given = few_rows() if "skinny" in (kernel or "") else problems() if kernel else [*problems(), *few_rows()]
+    if kernel == ONE_WARPGROUP:
+        given = [problem for problem in given if problem.m <= 64]
     if kernel in PLAIN_KERNELS:
         given = plain_problems(PLAIN_KERNELS[kernel])
     if kernel in LOW_KERNELS:
         given = low_problems(LOW_KERNELS[kernel])
+    if kernel == FINE_KERNEL:
+        given = fine_problems()
+    if kernel is None:
+        given += fine_problems()
     if kernel is None or kernel.endswith(("skinny_32", "skinny_64")):
         given = [*given, *few_rows([pair for pair in itertools.product(TYPES, TYPES) if pair != ("e4m3", "e4m3")])]
     for problem in given:
@@ -301,7 +344,16 @@ def test_ieee_equals_the_cpu(torch, kernel):
     device = OnDevice(torch, kernel)
     for problem in ieee_problems():
         assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
-    assert device.taken > 150 and not device.refused
+    assert (device.taken > 150 and not device.refused) or "skinny" in kernel
+
+
+@pytest.mark.parametrize("kernel", IEEE_KERNELS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_few_rows_in_ieee_equal_the_cpu(torch, kernel, dtype):
+    device = OnDevice(torch, kernel)
+    for problem in test_scaled_gemm.few_rows(dtype):
+        assert_same_bits(test_scaled_gemm.run(device.scaled_gemm, problem), on_cpu(problem), f"{kernel}: {problem}")
+    assert not device.refused
 
 
 @pytest.mark.parametrize("first", range(9))

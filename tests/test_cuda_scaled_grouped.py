@@ -49,7 +49,7 @@ class OnDevice:
 
     def scaled_grouped_gemm(self, a, b, end, start=None, *, out=None, out_dtype=None, **given):
         torch = self.torch
-        arrays = {name: given[name] for name in ("a_scale", "b_scale", "bias") if name in given}
+        arrays = {name: given[name] for name in ("a_scale", "b_scale", "bias", "initial") if name in given}
         tensors = {name: to_device(torch, array) for name, array in arrays.items()}
         bounds = [None if x is None else torch.from_numpy(x.copy()).cuda() for x in (end, start)]
         dtype = out.dtype if out is not None else np.dtype(out_dtype or OUT_TYPES["bf16"])

@@ -16,6 +16,7 @@ HELD = [(2, 300, 4, 64, 2, 128), (1, 70, 300, 1, 1, 16), (1, 40, 5, 128, 5, 256)
 @each("selective_scan")
 def test_selective_scan(device, kernel, dtype):
     scans.check_selective_scan(device, dtype)
+    scans.check_wide(device, "selective_scan", dtype)
     for number, sizes in enumerate(LONG):
         given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
         scans.same(
@@ -27,6 +28,7 @@ def test_selective_scan(device, kernel, dtype):
 @each("gated_delta")
 def test_gated_delta(device, kernel, dtype):
     scans.check_gated_delta(device, dtype)
+    scans.check_wide(device, "gated_delta", dtype)
     for number, sizes in enumerate(LONG[:3]):
         given = scans.delta_of(*sizes, dtype, number)
         scans.same(device.gated_delta(*given, return_final=True), pydet.gated_delta(*given, return_final=True), sizes)
@@ -55,6 +57,7 @@ def test_packs(device, kernel, dtype):
 @each("selective_scan_backward")
 def test_selective_scan_backward(device, kernel, dtype):
     gradients.check_selective_scan_backward(device, dtype)
+    gradients.check_wide(device, "selective_scan_backward", dtype)
     for number, sizes in enumerate(HELD):
         given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
         dy = data("normal", given[0].shape, given[0].dtype, 70)
@@ -67,6 +70,7 @@ def test_selective_scan_backward(device, kernel, dtype):
 @each("gated_delta_backward")
 def test_gated_delta_backward(device, kernel, dtype):
     gradients.check_gated_delta_backward(device, dtype)
+    gradients.check_wide(device, "gated_delta_backward", dtype)
     for number, sizes in enumerate(HELD[:3]):
         given = scans.delta_of(*sizes, dtype, number)
         dout = data("normal", given[2].shape, given[2].dtype, 70)

@@ -22,6 +22,7 @@ def test_embedding(device, kernel, dtype):
 def test_embedding_backward(device, kernel, dtype):
     """The CPU's cases; tables and tokens of models; ids of no rows; many tokens of one id."""
     embeddings.check_backward(device, dtype, embeddings.CASES)
+    embeddings.check_many_tokens(device, dtype, True)
     for tokens, rows, n in ((4096, 128256, 64), (20000, 50257, 40), (9000, 3, 264), (3000, 70000, 1032)):
         dout, ids = data("normal", (tokens, n), DTYPES[dtype]), embeddings.ids_of(tokens, rows)
         want = pydet.embedding_backward(dout, ids, rows)

@@ -62,6 +62,24 @@ CASES = [(TOKENS[i % len(TOKENS)], ROWS[i % len(ROWS)], n) for i, n in enumerate
 CASES += [(tokens, rows, 5) for tokens in TOKENS for rows in (1, 33, 513)]
 
 
+def check_many_tokens(on, dtype, wide):
+    """Ids of very many tokens beside others, whose places begin and end around every multiple of 128."""
+    lengths = [1, 129, 127, 256, 255, 3, 257, 128, 384, 40, 385, 130, 126, 1000 if wide else 140, 2, 513]
+    ids = np.random.default_rng(5).permutation(np.repeat(np.arange(len(lengths)), lengths))
+    for n in (8, 64, 72, 264) if wide else (8, 72):
+        dout = data("normal", (len(ids), n), DTYPES[dtype], seed=n)
+        for first in (0, 1, 77):
+            given = dout[first:], ids[first:]
+            assert_same_bits(on.embedding_backward(*given, 20), pydet.embedding_backward(*given, 20), f"{n}, {first}")
+        begun = data("normal", (20, n), DTYPES["fp32"], seed=n + 1)
+        want = pydet.embedding_backward(dout, ids, out=begun.copy(), accumulate=True)
+        assert_same_bits(on.embedding_backward(dout, ids, out=begun, accumulate=True), want, f"{n}, continued")
+
+
+def test_many_tokens(embedding_backward_kernel):
+    check_many_tokens(embedding_backward_kernel, embedding_backward_kernel.dtype, False)
+
+
 def test_rows_are_copied(embedding_kernel):
     check_forward(embedding_kernel, embedding_kernel.dtype)
 

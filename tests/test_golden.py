@@ -380,6 +380,18 @@ def quantize_digests(quantize, arithmetic, dtype):
     return digests
 
 
+def rmsnorm_quantize_digests(rmsnorm_quantize, arithmetic, dtype):
+    digests = {}
+    for granularity, kind, to, scale_dtype in itertools.product(
+        ["row", "group"], ["normal", "wide", "specials"], TYPES, [FLOAT32, E8M0]
+    ):
+        x, residual = (data(kind, (40, 300), DTYPES[dtype], seed) for seed in range(2))
+        options = {"granularity": granularity, "dtype": TYPES[to], "scale_dtype": scale_dtype, "residual": residual}
+        results = rmsnorm_quantize(x, data("normal", (300,), FLOAT32), eps=1e-6, **options)
+        digests[f"{dtype} {kind} by {granularity} -> {to}, {scale_dtype.name}"] = digest(*map(np.asarray, results))
+    return digests
+
+
 def fold_digests(fold, arithmetic, dtype):
     """dtype: of the result; the parts are fp32."""
     digests = {}
@@ -419,6 +431,7 @@ DIGESTS = {
     "quantize": quantize_digests,
     "skinny_gemm": skinny_gemm_digests,
     "rmsnorm": rmsnorm_digests,
+    "rmsnorm_quantize": rmsnorm_quantize_digests,
     "rmsnorm_backward": rmsnorm_backward_digests,
     "softmax": softmax_digests,
     "log_softmax": softmax_digests,
@@ -470,6 +483,8 @@ def reference_of(operation):
         return getattr(reference_scan, operation)
     if operation.startswith("embedding"):
         return getattr(reference_embedding, operation)
+    if operation == "rmsnorm_quantize":
+        return reference_fp8.rmsnorm_quantize
     if operation.startswith("rotary"):
         return getattr(reference_rotary, operation)
     return getattr(
@@ -514,6 +529,11 @@ def test_scaled_grouped_gemm(scaled_grouped_gemm_kernel):
 
 def test_quantize(quantize_kernel):
     check_golden("quantize", quantize_kernel.quantize, "ieee", quantize_kernel.dtype)
+
+
+def test_rmsnorm_quantize(rmsnorm_quantize_kernel):
+    kernel = rmsnorm_quantize_kernel
+    check_golden("rmsnorm_quantize", kernel.rmsnorm_quantize, "ieee", kernel.dtype)
 
 
 def test_rmsnorm(rmsnorm_kernel):

@@ -72,6 +72,7 @@ class Grouped:
     accumulate: bool = False
     k_chunk: int | None = None
     seed: int = 0
+    initial: bool = False  # as accumulate, but for where the sums begin
 
     def boundaries(self):
         tokens, end, start = ROUTINGS[self.routing]
@@ -87,6 +88,8 @@ class Grouped:
         given = {"arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
         if self.bias:
             given["bias"] = data(self.kind, (len(end), self.n), DTYPES[self.bias], self.seed + 2)
+        if self.initial:
+            given["initial"] = data("normal", self.shape, DTYPES["fp32"], self.seed + 4)
         return a, b, given
 
     @property
@@ -157,6 +160,13 @@ def problems_of(dtype, arithmetic):
                     k_chunk=(None, 16, 48)[(i + depth) % 3],
                 )
             )
+    for i, routing in enumerate(("odd", "none", "empty between", "rest in no group", "no tokens", "gaps", "masked")):
+        for j, out_dtype in enumerate(DTYPES):
+            which = {"initial": True, "out_dtype": out_dtype, "bias": ("", "bf16")[(i + j) % 2], "seed": i}
+            shapes = {"rows": (21, 130)[i % 2], "n": (36, 131)[j % 2], "k_chunk": (None, 16)[i % 2]}
+            layout = layouts[(i + j) % 4]
+            found += [Grouped(routing, depth, dtype=dtype, arithmetic=arithmetic, out_layout=layout, **shapes, **which)
+                      for depth in (False, True)]  # fmt: skip
     return found
 
 
@@ -378,6 +388,13 @@ def test_refusals():
         "grouped_gemm: kernel cpu_gemm_ieee_scalar is not a grouped_gemm kernel"
     )
     assert "accumulate needs out" in refused(a, b, end, out=None, accumulate=True)
+    assert refused(a, b, end, initial=f32(5, 5)) == "grouped_gemm: initial is 5x5, want 6x5"
+    assert refused(a, b, end, initial=f32(6, 5).astype(np.float16)) == (
+        "grouped_gemm: initial is float16, want float32"
+    )
+    assert refused(a, b, end, initial=f32(6, 5), accumulate=True) == (
+        "grouped_gemm: initial is given and options.accumulate is 1, want one of them"
+    )
     memory = np.zeros(60, np.float32)
     assert "out shares memory with a" in refused(memory[6:30].reshape(6, 4), b, end, out=memory[:30].reshape(6, 5))
     assert "out shares memory with group_end" in refused(
@@ -426,3 +443,17 @@ def test_c_refuses_and_touches_nothing():
     assert call(reserved=1)[0] == "PYDET_INVALID_VALUE" and call(struct_size=8)[0] == "PYDET_INVALID_VALUE"
     assert np.all(out.array == 7)
     assert call()[0] == "PYDET_OK" and not np.any(out.array == 7)
+
+    out, begun, room = Tensor(np.full((6, 5), 7, np.float16)), Tensor(np.ones((6, 5), np.float32)), np.zeros(64)
+    wanted[-1], pointer = out, ffi.cast("char *", room.ctypes.data)
+    assert call(initial=begun.c) == (
+        "PYDET_WORKSPACE_TOO_SMALL", "grouped_gemm: workspace_size is 0, want 128 for the sums of a float16 out"
+    )  # fmt: skip
+    given = {"initial": begun.c, "workspace": pointer, "workspace_size": 128}
+    assert call(**given | {"workspace": pointer + 4})[0] == "PYDET_MISALIGNED"
+    inside = Tensor(shape=(3,), dtype=(0, 32, 1), data=room.ctypes.data + 32)
+    assert call(same, same, same, same, inside, same, **given) == (
+        "PYDET_OVERLAP", "grouped_gemm: workspace shares memory with group_end, want it apart"
+    )  # fmt: skip
+    assert np.all(out.array == 7)
+    assert call(**given)[0] == "PYDET_OK" and np.all(out.array == 1 + 4 * 49)

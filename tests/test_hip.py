@@ -569,6 +569,37 @@ def test_rmsnorm_equals_cpu(hip, dtype):
     assert taken == {name for name, *_ in table(hip, "rmsnorm")}
 
 
+WIDTHS = (64, 128, 256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
+
+
+@one_source
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmsnorm_quantize_equals_cpu(hip, dtype):
+    """Every team and a row that none holds, by rows, groups and a scale that is given; each instance runs."""
+    hip.order = in_reverse
+    widths = [("held", n) for n in WIDTHS] + [("general", n) for n in (1, 130, 2056)]
+    wanted = itertools.cycle([[0], [1], [3]] if dtype == "fp32" else [[0, 3], [1, 3]])  # of halves 3 has its instances
+    calls = [(name, n, granularity) for name, n in widths for granularity in next(wanted)]
+    for i, (name, n, granularity) in enumerate(calls):
+        x, weight = normal(3, n, dtype=dtype), normal(n)
+        residual, found = normal(3, n, dtype=dtype, seed=1) if i % 2 else None, {}
+        for where in (ROCM, CPU):
+            kernel = {"kernel": f"hip_rmsnorm_quantize_{name}"} if where == ROCM else {}
+            q = np.zeros((3, n), E5M2 if i % 4 == 1 else E4M3)
+            scale = np.full(((3, 1), (3, -(-n // 128)), None, ())[granularity], 0.02, np.float32)
+            y, total = np.zeros_like(x), np.zeros_like(x) if i % 2 else None
+            given = {"eps": 1e-5, "granularity": granularity, "power_of_two": int(granularity != 3 and i % 3 == 0)}
+            options = capi.options("pydet_rmsnorm_quantize_options", **given, **kernel)
+            operands = (x, residual, weight, q, scale, y if i % 3 else None, None, total)
+            hip.check("pydet_rmsnorm_quantize", options, *operands, kind=where)
+            found[where] = q, scale, y, *([total] if i % 2 else [])
+        for ours, theirs in zip(found[ROCM], found[CPU], strict=True):
+            assert_same_bits(ours, theirs, f"{name}, {n} columns, granularity {granularity} on {hip.arch}")
+    of_type = f"4TypeE{list(DTYPES).index(dtype)}"
+    every = {name for name in instances(hip, "norm_kernel") if "NormToFp8" in name and of_type in name}
+    assert every and hip.ran >= every
+
+
 @one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rmsnorm_backward_equals_cpu(hip, dtype):
@@ -626,9 +657,6 @@ def test_rmsnorm_of_heads_equals_cpu(hip, dtype):
             found[where] = y, rstd, total, dx, dweight, dbias
         for number, (ours, theirs) in enumerate(zip(found[ROCM], found[CPU], strict=True)):
             assert_same_bits(ours, theirs, f"{tokens}x{heads}x{n}, result {number} on {hip.arch}")
-
-
-WIDTHS = (64, 128, 256, 512, 1000, 2048, 4096, 8192, 16384)  # the longest row of each team that holds one
 
 
 @one_source
@@ -729,11 +757,23 @@ SCALED = [  # either type of each operand, every layout and kind of scale; a til
 def test_scaled_gemm_equals_cpu(hip):
     for kernel, _, arithmetic, available in table(hip, "scaled_gemm"):
         assert available and arithmetic == ARITHMETIC["ieee"]
+        if "skinny" in kernel:
+            continue
         for seed, (extents, more) in enumerate(SCALED):
             problem = test_scaled_gemm.Scaled(*extents, arithmetic="ieee", seed=seed, **more)
             got, want = (scaled_gemm(hip, kernel, problem, where) for where in (ROCM, CPU))
             assert_same_bits(got, want, f"{kernel}, {problem} on {hip.arch}")
     assert hip.ran >= {name for name in instances(hip, "scaled_gemm_ieee_kernel") if "Grouped" not in name}
+
+
+@one_source
+def test_scaled_gemm_of_few_rows_equals_cpu(hip):
+    """Chunks beyond a round, a broken last one, columns past the end; NaN, and scales of every kind."""
+    for dtype in ("e4m3", "e5m2"):
+        for problem in [*test_scaled_gemm.few_rows(dtype)][:: 5 if dtype == "e4m3" else 11]:
+            got, want = (scaled_gemm(hip, "hip_scaled_skinny_ieee", problem, where) for where in (ROCM, CPU))
+            assert_same_bits(got, want, f"{problem} on {hip.arch}")
+    assert hip.ran >= instances(hip, "scaled_skinny_ieee_kernel")
 
 
 def scaled_grouped_gemm(hip, kernel, problem, where):
@@ -877,7 +917,7 @@ def test_layernorm_equals_cpu(hip, dtype):
             assert_same_bits(ours, theirs, f"layernorm_backward {held}, {n} columns on {hip.arch}")
     of_type = f"TypeE{('fp32', 'bf16', 'fp16').index(dtype)}E"
     every = instances(hip, "norm_kernel", "layernorm_dx_kernel", "norm_chains_kernel")
-    every = {name for name in every if of_type in name and "RmsNorm" not in name}
+    every = {name for name in every if of_type in name and "RmsNorm" not in name and "NormToFp8" not in name}
     assert every and hip.ran >= every
 
 

@@ -600,6 +600,8 @@ def test_more_batches_than_there_are():
 
 
 def in_another_process(source, **environment):
+    if "XLA_FLAGS" in environment:  # beside those that this process has
+        environment["XLA_FLAGS"] += " " + os.environ.get("XLA_FLAGS", "")
     command = [sys.executable, "-c", textwrap.dedent(source)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -54,6 +54,10 @@ def test_chains_and_what_they_continue(fp8, eager):
             options = {"a_scale": scale, "b_scale": scale, "k_chunk": k_chunk, "arithmetic": "sm90"}
             run = jax.jit(lambda a, w, o=options: pj.scaled_gemm(a, w.T, **o))
             same(run(a, w), eager.scaled_gemm(a, w.T, **options))
+    fine = np.full((20, 16), 0.5, E8M0), np.full((144, 16), 4, E8M0)  # scales of 32 along k
+    options = {"k_chunk": 32, "arithmetic": "sm90"}
+    run = jax.jit(lambda a, w, sa, sw: pj.scaled_gemm(a, w.T, a_scale=sa, b_scale=sw.T, **options))
+    same(run(a, w, *fine), eager.scaled_gemm(a, w.T, a_scale=fine[0], b_scale=fine[1].T, **options))
     a, sa, w, sw = operands(20, 144, 512)
     parts = [x.reshape(len(x), 4, -1).swapaxes(0, 1) for x in (a, sa, w, sw)]
 
@@ -149,5 +153,5 @@ def test_refusals_are_the_librarys():
     ):  # fmt: skip
         with pytest.raises((pydet.Error, TypeError), match=words):
             call()
-    with pytest.raises(Exception, match="k_chunk is 256, want 128 with scales along k"):
+    with pytest.raises(Exception, match="k_chunk is 256, want 128 or 32 with scales along k"):
         jax.block_until_ready(pj.scaled_gemm(a, b, k_chunk=256, **given))

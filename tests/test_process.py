@@ -235,6 +235,15 @@ def every_kernel():
                         chosen = options("pydet_quantize_options", kernel=kernel.name, granularity=granularity)
                         yield lib.pydet_quantize, [tensor(x), tensor(q), tensor(scale), None, None], chosen, [q, scale]
                     continue
+                if kernel.operation == "rmsnorm_quantize":
+                    for granularity, extent in enumerate((1, -(-n // 128))):
+                        q, scale = values(m, n, dtype="e4m3"), values(m, extent)
+                        chosen = options(
+                            "pydet_rmsnorm_quantize_options", eps=1e-6, kernel=kernel.name, granularity=granularity
+                        )
+                        given = [tensor(x), None, None, tensor(q), tensor(scale), tensor(y), None, None]
+                        yield lib.pydet_rmsnorm_quantize, given, chosen, [q, scale, y]
+                    continue
                 if kernel.operation == "fold":
                     pieces = [tensor(x), tensor(dy), tensor(x)]
                     chosen = options("pydet_fold_options", kernel=kernel.name, order=n % 2)
@@ -474,6 +483,7 @@ def large_calls():
         "resolve_arithmetic": lambda: pydet.resolve_arithmetic("float32", ("cpu", 0)),
         "rmsnorm": lambda: pydet.rmsnorm(tall, row, eps=0),
         "rmsnorm_backward": lambda: pydet.rmsnorm_backward(x, x, row, row),
+        "rmsnorm_quantize": lambda: pydet.rmsnorm_quantize(x, row, eps=0, residual=x),
         "sample": lambda: pydet.sample(x, index, index, temperature=0.5, top_k=99, top_p=0.9, min_p=0.01),
         "scaled_gemm": lambda: pydet.scaled_gemm(q, q.T, **scales),
         "scaled_grouped_gemm": lambda: pydet.scaled_grouped_gemm(q, experts, end, **scales),

@@ -365,6 +365,8 @@ SIGNATURES = {
     "rmsnorm": "x weight * eps bias weight_offset residual out kernel stream",
     "rmsnorm_backward": "dy x weight rstd * weight_offset has_bias dresidual out dweight dbias "
     "dweight_dtype accumulate block_sums kernel stream",
+    "rmsnorm_quantize": "x weight * eps weight_offset residual granularity dtype scale_dtype power_of_two scale out y "
+    "rstd kernel stream",
     "scaled_gemm": "a b * a_scale b_scale bias out out_dtype accumulate arithmetic k_chunk initial kernel stream",
     "quantize": "x * granularity dtype scale_dtype power_of_two transposed scale out kernel stream",
     "fold": "parts * bias out out_dtype order accumulate kernel stream",
@@ -598,7 +600,15 @@ def with_floats():
     """(function, argument): a call that gives what it was given as that argument, in fp32."""
     x, line, zeros = np.ones((1, 2), "f"), np.float32([[1, -1]]), np.zeros(2, "f")  # their xhat is what they are
     zero, one = np.zeros(1, "f"), np.ones(1, "f")
+
+    def quantized(made, *operands, **options):  # a result of rmsnorm_quantize that it writes where it is given
+        out = {made: np.empty((1, 2) if made == "y" else 1, "f")}
+        pydet.rmsnorm_quantize(*operands, **options, **out)
+        return out[made].ravel()[0]
+
     return {
+        ("rmsnorm_quantize", "eps"): lambda v: quantized("rstd", x * 0, eps=v),
+        ("rmsnorm_quantize", "weight_offset"): lambda v: quantized("y", x, zeros, eps=0, weight_offset=v),
         ("rmsnorm", "eps"): lambda v: pydet.rmsnorm(x * 0, eps=v)[1][0],
         ("rmsnorm", "weight_offset"): lambda v: pydet.rmsnorm(x, zeros, eps=0, weight_offset=v)[0][0, 0],
         ("rmsnorm_backward", "weight_offset"): lambda v: pydet.rmsnorm_backward(

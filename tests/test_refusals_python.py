@@ -777,6 +777,7 @@ x, row, one = np.ones((4, 4), np.float32), np.ones(4, np.float32), np.ones((1, 4
 index, q = np.zeros(4, np.int32), pydet.quantize(x)[0]
 operands = {
     "product": [x, x], "scaled_gemm": [q, q.T], "quantize": [x], "rmsnorm": [x, row, 0], "softmax": [x],
+    "rmsnorm_quantize": [x, row, 0],
     "rmsnorm_backward": [x, x, row, row], "layernorm": [x, row, row, 0], "layernorm_backward": [x, x, row, row, row],
     "softmax_backward": [x, x], "activation": [x], "activation_backward": [x, x],
     "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
@@ -794,7 +795,7 @@ operands = {
 kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}
 kinds |= {"log_softmax": "softmax", "log_softmax_backward": "softmax_backward"}
 always = {"fold": {"is_tuple": True}, "quantize": {"granularity": "row"}, "activation_backward": {"wants_dx": True}}
-always |= {"embedding_backward": {"rows": 4}}
+always |= {"embedding_backward": {"rows": 4}, "rmsnorm_quantize": {"granularity": "row"}}
 wrong = [-1, 2, 3, 6, 99, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64]
 wrong += [1.5, float("nan"), "x", (), (x,) * 65, object(), x, None]
 methods, _ = hooks._methods()

@@ -89,13 +89,14 @@ class Scaled:
         (m, n, k), batch = (self.m, self.n, self.k), self.batch
         a = fp8(self.kind, (*batch, m, k), TYPES[self.a_type], self.seed)
         b = fp8(self.kind, (*batch, k, n), TYPES[self.b_type], self.seed + 100)
-        shape = {"tensor": (), "row": (*batch, m, 1), "group": (*batch, m, groups(k))}
+        chunks = groups(k, 32 if self.k_chunk == 32 else 128)
+        shape = {"tensor": (), "row": (*batch, m, 1), "group": (*batch, m, chunks)}
         a_scale = None if self.a_scale == "none" else self.scale(shape[self.a_scale], 200)
         shape = {
             "tensor": (),
             "row": (*batch, 1, n),
-            "group": (*batch, groups(k), n),
-            "block": (*batch, groups(k), groups(n)),
+            "group": (*batch, chunks, n),
+            "block": (*batch, chunks, groups(n)),
         }
         b_scale = None if self.b_scale == "none" else self.scale(shape[self.b_scale], 300)
         options = {"a_scale": a_scale, "b_scale": b_scale, "arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
@@ -146,6 +147,34 @@ def run(scaled_gemm, problem):
 def check_equals_reference(scaled_gemm, problems):
     for problem in problems:
         assert_same_bits(run(scaled_gemm, problem), problem.expected(), str(problem))
+
+
+def few_rows(dtype):
+    """Up to 16 rows in ieee, of pieces of 16 along k: around chunks, a round of 16 of them, columns of a block."""
+    b_types, kinds = itertools.cycle(TYPES), itertools.cycle(["any", "near", "specials"])
+    scaled = itertools.cycle(
+        [*itertools.product(["none", "row", "tensor", "group"], ["none", "row", "block", "group"])]
+    )
+    extras = itertools.cycle(
+        [{}, {"bias": "n bf16"}, {"scale_type": E8M0}, {"out_dtype": "bf16"}, {"out_layout": "col", "bias": "mn fp32"}]
+    )
+    sizes = itertools.product(
+        [(1, 17), (2, 16), (3, 15), (4, 33), (5, 1), (16, 20)], [16, 112, 128, 144, 2032, 2048, 2064, 4224]
+    )
+    for seed, ((m, n), k) in enumerate(sizes):
+        a_scale, b_scale = next(scaled)
+        more = next(extras)
+        if "group" in (a_scale, b_scale) or b_scale == "block" or (a_scale, b_scale) == ("none", "none"):
+            more = more | {"accumulate": seed % 2 == 1 and more.get("out_dtype") is None}
+        yield Scaled(
+            m, n, k, dtype, next(b_types), a_scale, b_scale, arithmetic="ieee", kind=next(kinds), seed=seed,
+            k_chunk=128, **more,
+        )  # fmt: skip
+
+
+def test_few_rows(scaled_gemm_kernel):
+    if scaled_gemm_kernel.arithmetic == "ieee":
+        check_equals_reference(scaled_gemm_kernel.scaled_gemm, few_rows(scaled_gemm_kernel.dtype))
 
 
 # ---- The chip ------------------------------------------------------------------------------------------------------
@@ -238,6 +267,13 @@ def problems_of(kernel):
     for k_chunk in (0, 32, 96, 128, 160, 512):
         yield make(3, 20, 330, a_scale="row", b_scale="tensor", k_chunk=k_chunk)
         yield make(3, 20, 330, a_scale="none", b_scale="none", k_chunk=k_chunk, accumulate=True, out_dtype="fp32")
+    for k in (0, 1, 31, 32, 33, 127, 128, 129, 160, 330):  # scales of 32 along k
+        yield make(3, 70, k, k_chunk=32, b_scale="group", scale_type=E8M0)
+        yield make(4, 130, k, k_chunk=32, scale_type=E8M0 if k % 2 else FLOAT32, bias="n bf16", kind="near")
+    for a_scale, b_scale in (("row", "group"), ("group", "none"), ("tensor", "group"), ("none", "block")):
+        yield make(9, 40, 200, k_chunk=32, a_scale=a_scale, b_scale=b_scale, scale_type=E8M0, kind="specials")
+    yield make(33, 129, 264, k_chunk=32, b_scale="group", accumulate=True, out_dtype="fp32")
+    yield make(5, 66, 100, k_chunk=32, b_scale="group", initial=True, batch=(2, 3), scale_type=E8M0)
     for bias in ("n fp32", "n bf16", "mn fp16", "mn fp32"):
         yield make(5, 66, 129, bias=bias)
         yield make(5, 66, 129, bias=bias, a_scale="row", b_scale="row")
@@ -332,6 +368,17 @@ def test_a_short_k_has_one_meaning():
         )
 
 
+def test_scales_of_32_are_those_of_128_where_four_are_one():
+    """And steps are chunks: with scales of 1 the sums are those of chains of 32."""
+    a, b, options = Scaled(9, 40, 512, a_scale="group", b_scale="group", k_chunk=32, scale_type=E8M0).operands()
+    one = dict(options, a_scale=None, b_scale=None)
+    ones = dict(options, a_scale=np.ones((9, 16), np.float32), b_scale=np.ones((16, 40), np.float32))
+    assert_same_bits(pydet.scaled_gemm(a, b, **ones), pydet.scaled_gemm(a, b, **one))
+    scaled = dict(one, a_scale=np.full((9, 16), 0.5, np.float32), b_scale=np.full((16, 40), 4, np.float32))
+    want = 2 * pydet.scaled_gemm(a, b, out_dtype="float32", **one)
+    assert_same_bits(pydet.scaled_gemm(a, b, out_dtype="float32", **scaled), want)
+
+
 def test_cuts_at_chunks_give_the_bits_of_one_call(scaled_gemm_kernel):
     problem = Scaled(9, 40, 512, scaled_gemm_kernel.dtype, arithmetic=scaled_gemm_kernel.arithmetic)
     a, b, options = problem.operands()
@@ -393,7 +440,15 @@ def test_refusals():
         "scaled_gemm: a_scale is 2x4x1, want leading dimensions that broadcast to those of out, 4x6"
     )
     assert refused(a, b, k_chunk=48) == "scaled_gemm: k_chunk is 48, want 0 or a positive multiple of 32"
-    assert refused(a, b, a_scale=ones(4, 2), k_chunk=0) == "scaled_gemm: k_chunk is 0, want 128 with scales along k"
+    assert refused(a, b, a_scale=ones(4, 2), k_chunk=0) == (
+        "scaled_gemm: k_chunk is 0, want 128 or 32 with scales along k"
+    )
+    assert refused(a, b, a_scale=ones(4, 2), k_chunk=32) == (
+        "scaled_gemm: a_scale is 4x2, want (), 4x1 or 4x8 in its last two dimensions"
+    )
+    assert refused(a, b, b_scale=ones(8, 6)) == (
+        "scaled_gemm: b_scale is 8x6, want (), 1x6, 2x6 or 2x1 in its last two dimensions"
+    )
     assert refused(a, b, a_scale=ones(4, 1), accumulate=True) == (
         "scaled_gemm: a_scale is 4x1, want scales along k, or none, under accumulate"
     )

@@ -46,6 +46,7 @@ class ScaledGrouped:
     accumulate: bool = False
     k_chunk: int | None = None
     seed: int = 0
+    initial: bool = False  # as accumulate, but for where the sums begin
 
     def boundaries(self):
         tokens, end, start = ROUTINGS[self.routing]
@@ -57,14 +58,17 @@ class ScaledGrouped:
         count = 1 if self.shared else len(end)
         a = fp8(self.kind, (tokens, k), TYPES[self.a_type], self.seed)
         b = fp8(self.kind, (len(end), k, n), TYPES[self.b_type], self.seed + 100)
-        shape = {"tensor": (), "row": (tokens, 1), "group": (tokens, groups(k))}
+        chunks = groups(k, 32 if self.k_chunk == 32 else 128)
+        shape = {"tensor": (), "row": (tokens, 1), "group": (tokens, chunks)}
         a_scale = None if self.a_scale == "none" else self.scale(shape[self.a_scale], 200)
-        shape = {"tensor": (), "row": (count, 1, n), "group": (count, groups(k), n)}
-        shape["block"] = (count, groups(k), groups(n))
+        shape = {"tensor": (), "row": (count, 1, n), "group": (count, chunks, n)}
+        shape["block"] = (count, chunks, groups(n))
         b_scale = None if self.b_scale == "none" else self.scale(shape[self.b_scale], 300)
         given = {"a_scale": a_scale, "b_scale": b_scale, "arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
         if self.bias:
             given["bias"] = cases.data("normal", (len(end), n), OUT_TYPES[self.bias], self.seed + 400)
+        if self.initial:
+            given["initial"] = cases.data("normal", self.shape, FLOAT32, self.seed + 600)
         a, b = (lay(x.view(np.uint8), layout).view(x.dtype) for x, layout in ((a, self.a_layout), (b, self.b_layout)))
         return a, b, given
 
@@ -143,6 +147,15 @@ def problems_of(a_type, arithmetic):
         )
     for a_scale, b_scale in (("group", "block"), ("row", "row"), ("group", "group"), ("tensor", "tensor")):
         yield ScaledGrouped("odd", 300, 140, a_type, "e4m3", a_scale, b_scale, arithmetic=arithmetic, out_dtype="bf16")
+    for i, routing in enumerate(("odd", "none", "rest in no group", "no tokens", "gaps", "masked and empty")):
+        for j, out_dtype in enumerate(OUT_TYPES):
+            which = {"initial": True, "out_dtype": out_dtype, "bias": ("", "bf16")[(i + j) % 2], "seed": i}
+            which |= {"a_scale": "none", "b_scale": "none"} if j == 1 else {}
+            layout = ("row", "col", "row_padded")[(i + j) % 3]
+            yield ScaledGrouped(routing, (140, 384)[i % 2], (36, 131)[j % 2], a_type, arithmetic=arithmetic,
+                                out_layout=layout, **which)  # fmt: skip
+    for routing, k in (("odd", 100), ("gaps", 33), ("empty between", 256)):  # scales of 32 along k
+        yield ScaledGrouped(routing, k, 40, a_type, b_scale="group", scale_type=E8M0, arithmetic=arithmetic, k_chunk=32)
 
 
 # ---- Bits ------------------------------------------------------------------------------------------------------------
@@ -300,7 +313,9 @@ def test_refusals():
     assert refused(a, b, end, a_scale=f32(2, 6, 1)) == op + "a_scale is 2x6x1, want no leading dimension"
     assert refused(a, b, end, b_scale=f32(2, 1, 5)) == op + "b_scale is 2x1x5, want one leading dimension of 3 at most"
     assert refused(a, b, end, b_scale=f32(3, 2, 5)).startswith(op + "b_scale is 3x2x5, want (), 1x5, 1x5 or 1x1 in its")
-    assert refused(a, b, end, b_scale=f32(3, 1, 5), k_chunk=32) == op + "k_chunk is 32, want 128 with scales along k"
+    assert refused(a, b, end, b_scale=f32(3, 1, 5), k_chunk=64) == (
+        op + "k_chunk is 64, want 128 or 32 with scales along k"
+    )
     assert refused(a, b, end, k_chunk=24) == op + "k_chunk is 24, want 0 or a positive multiple of 32"
     assert refused(a, b, end, arithmetic="sm80").startswith(op + "arithmetic sm80 takes bfloat16 or float16")
     assert refused(a, b, end, kernel="cpu_scaled_gemm_ieee_scalar").startswith(
@@ -309,7 +324,12 @@ def test_refusals():
     assert "accumulate needs out" in refused(a, b, end, out=None, accumulate=True)
     half = np.full((6, 5), 7, np.float16)
     assert refused(a, b, end, out=half, accumulate=True) == op + "out is float16, want float32 under accumulate"
+    assert refused(a, b, end, initial=f32(5, 5)) == op + "initial is 5x5, want 6x5"
+    assert refused(a, b, end, initial=f32(6, 5), accumulate=True) == (
+        op + "initial is given and options.accumulate is 1, want one of them"
+    )
     wide = of(6, 200), of(3, 200, 5)
+    assert "want scales along k, or none, with initial" in refused(*wide, end, a_scale=f32(6, 1), initial=f32(6, 5))
     assert "want scales along k, or none, under accumulate" in refused(
         *wide, end, a_scale=f32(6, 1), out=f32(6, 5), accumulate=True
     )

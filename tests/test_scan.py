@@ -24,6 +24,19 @@ SCANS = [
     (1, 2, 6, 12, 3, 65),
     (2, 1, 1, 64, 1, 128),
 ]
+# States of whole rounds, of which a GPU's threads have several columns: around its turns of 4 tokens and tiles of 8,
+# its blocks of 16 and 32 columns, heads that end within a thread's columns; enough blocks for threads of two columns. A
+# decay for each head.
+WIDE = [
+    (1, 1, 2, 64, 1, 128),
+    (2, 7, 2, 13, 2, 32),
+    (1, 8, 4, 20, 2, 256),
+    (1, 9, 3, 41, 3, 64),
+    (5, 5, 6, 128, 3, 128),
+    (1, 6, 35, 66, 1, 64),
+    (9, 3, 2, 128, 1, 256),
+    (1, 17, 46, 50, 1, 32),
+]
 CONVOLUTIONS = [(1, 1, 1, 1), (2, 5, 31, 4), (1, 4, 32, 2), (2, 3, 33, 4), (1, 65, 3, 3), (1, 130, 65, 4), (1, 2, 5, 7)]
 # Channels that are whole vectors; more tokens than a GPU's block or its steps ahead have.
 CONVOLUTIONS += [(1, 300, 72, 4), (2, 33, 8, 3), (1, 32, 64, 2), (2, 130, 16, 4)]
@@ -74,6 +87,24 @@ def check_selective_scan(functions, dtype, cases=SCANS):
         if number % 3:
             own["initial"] = states_of(batch, heads, width, states)
         same(functions.selective_scan(*given, **own), reference.selective_scan(*given, **own), sizes)
+
+
+def check_wide(functions, name, dtype):
+    """Against the CPU's kernels."""
+    for number, sizes in enumerate(WIDE):
+        batch, _, heads, width, _, states = sizes
+        kind = "specials" if number in (2, 4) else "normal"
+        selective = name == "selective_scan"
+        given = (scan_of if selective else delta_of)(*sizes, dtype, number, kind=kind)
+        own = {"return_final": True}
+        if number % 2:
+            own["initial"] = states_of(batch, heads, *((width, states) if selective else (states, width)))
+        same(getattr(functions, name)(*given, **own), getattr(pydet, name)(*given, **own), sizes)
+    starts = np.int32([0, 3, 3, 4, 20, 29])
+    given = (scan_of if selective else delta_of)(1, 29, 2, 12, 1, 128, dtype, 7)
+    initial = states_of(5, 2, *((12, 128) if selective else (128, 12)))
+    own = {"cu_seqlens": starts, "initial": initial, "return_final": True}
+    same(getattr(functions, name)(*given, **own), getattr(pydet, name)(*given, **own), "a pack")
 
 
 def check_gated_delta(functions, dtype, cases=SCANS):

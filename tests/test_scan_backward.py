@@ -21,6 +21,17 @@ GRADIENTS = [
     (0, 4, 2, 3, 1, 4),
     (2, 0, 2, 3, 1, 4),
 ]
+# States of whole rounds and whole blocks of 32 columns, of which a GPU's threads have four columns: around its tiles of
+# 16 and 32 tokens, heads that begin and end within a block. A decay for each head.
+WIDE = [
+    (1, 1, 2, 64, 1, 128),
+    (2, 15, 4, 16, 2, 128),
+    (1, 17, 3, 32, 3, 128),
+    (2, 40, 2, 48, 1, 128),
+    (1, 33, 32, 1, 1, 64),
+    (1, 65, 1, 96, 1, 32),
+    (1, 4, 4, 8, 1, 64),
+]
 CONV_GRADIENTS = [*CONVOLUTIONS, (2, 1, 3, 5), (1, 3, 34, 64), (0, 4, 3, 2), (1, 0, 4, 3)]
 
 
@@ -64,6 +75,29 @@ def check_gated_delta_backward(functions, dtype, cases=GRADIENTS):
         dout = data(kind, (batch, tokens, heads, width), DTYPES[dtype], 90 + number)
         want = reference.gated_delta_backward(dout, *given, **own)
         same(functions.gated_delta_backward(dout, *given, **own), want, sizes)
+
+
+def check_wide(functions, name, dtype):
+    """Against the CPU's kernels."""
+    selective = name == "selective_scan_backward"
+    maker = scan_of if selective else delta_of
+    for number, sizes in enumerate(WIDE):
+        batch, _, heads, width, _, states = sizes
+        kind = "specials" if number == 3 else "normal"
+        given = maker(*sizes, dtype, number, kind=kind)
+        shape = (batch, heads, *((width, states) if selective else (states, width)))
+        own = {"return_initial": True}
+        if number % 2:
+            own |= {"initial": states_of(*shape), "dfinal": states_of(*shape, seed=11)}
+        value = given[0 if selective else 2]
+        dy = data(kind, value.shape, value.dtype, 70)
+        same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), sizes)
+    starts = np.int32([0, 3, 3, 4, 40, 69])
+    given = maker(1, 69, 2, 32, 1, 128, dtype, 7)
+    value = given[0 if selective else 2]
+    own = {"cu_seqlens": starts, "return_initial": True}
+    dy = data("normal", value.shape, value.dtype, 71)
+    same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), "a pack")
 
 
 def check_pack(functions, name, given, dtype):

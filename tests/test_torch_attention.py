@@ -1,5 +1,6 @@
 """pydet.torch.attention: a query's bits alone, in batches, under padding, with any cache; gradients."""
 
+import contextlib
 import importlib
 import os
 
@@ -356,6 +357,52 @@ def test_operators_and_graphs():
     y.sum().backward()
     for ours, theirs in zip((q, k, v), gradients(q, k, v, causal(5, 7), torch.ones_like(y)), strict=True):
         same(ours.grad, theirs)
+
+
+def test_gradients_through_checkpoints(device, dtype):
+    """A forward that is run again in backward, all of it or all but attention itself, changes no bit of a gradient."""
+    from torch.utils import checkpoint as checkpoints
+
+    tokens, weight = normal(23, 96, dtype=dtype, device=device), normal(160, 96, dtype=dtype, device=device, seed=1)
+    starts, kept = torch.tensor([0, 9, 23], dtype=torch.int32, device=device), torch.ops.pydet.attention_varlen.default
+    sinks, dy = normal(6, dtype=dtype, device=device, seed=2), normal(23, 96, dtype=dtype, device=device, seed=3)
+
+    def attend(tokens, weight, sinks):
+        q, k, v = pt.linear(tokens, weight).split((96, 32, 32), -1)
+        heads = [x.unflatten(-1, (-1, 16)) for x in (q, k, v)]
+        packed = torch.ops.pydet.attention_varlen(*heads, starts, starts, causal=True, sinks=sinks)[0]
+        dense = [x[None].transpose(1, 2) for x in heads]
+        return packed.flatten(1) + pt.attention(*dense, scale=0.25, causal=True).transpose(1, 2).flatten(2)[0]
+
+    def of(call):
+        inputs = [x.clone().requires_grad_() for x in (tokens, weight, sinks)]
+        with torch.autograd.graph.save_on_cpu() if call is offloaded else contextlib.nullcontext():
+            y = call(*inputs)
+        y.backward(dy)
+        return [y, *(x.grad for x in inputs)]
+
+    def again(reentrant, **more):
+        return lambda *x: checkpoints.checkpoint(attend, *x, use_reentrant=reentrant, **more)
+
+    def offloaded(*x):
+        return attend(*x)
+
+    def but_attention():
+        policy = checkpoints.CheckpointPolicy
+
+        def of_an_operator(context, operator, *args, **kwargs):
+            return policy.MUST_SAVE if operator is kept else policy.PREFER_RECOMPUTE
+
+        return checkpoints.create_selective_checkpoint_contexts(of_an_operator)
+
+    want = of(attend)
+    calls = [again(True), again(False), again(False, context_fn=but_attention), offloaded]
+    if dtype == torch.bfloat16:
+        torch._dynamo.reset()
+        calls.append(torch.compile(again(False), backend="aot_eager", fullgraph=True))
+    for call in calls:
+        for ours, theirs in zip(of(call), want, strict=True):
+            same(ours, theirs)
 
 
 def test_autocast_takes_its_type(device):

@@ -139,6 +139,10 @@ def products_of_fp8(check):
     from torch.distributed.tensor import Replicate, Shard
 
     x, w = tensors(7, (4, 256, 512), (256, 512), dtype=torch.bfloat16)
+    for granularity in ("row", "group"):
+        yield f"rmsnorm_quantize {granularity}", check("rmsnorm_quantize", [x, None], (1e-5, 0.0, granularity), 1)
+        given = [x, x.flip(0), w[0]]
+        yield "rmsnorm_quantize_residual", check("rmsnorm_quantize_residual", given, (1e-5, 0.0, granularity), 3)
     for granularity in ("row", "group", "block", "tensor"):
         for name in ("quantize", "quantize_transposed") if granularity in ("group", "block") else ("quantize",):
             yield f"{name} {granularity}", check(name, [x], (granularity,), 1)

@@ -55,6 +55,42 @@ def test_operators_have_the_bits_of_the_functions(device):
     same(OPS.quantize_given(x, scale, "row"), pydet.quantize(x, granularity="row", scale=scale)[0])
 
 
+def test_norms_quantised(device):
+    """With a residual and without, traced, compiled, and refused where a gradient is asked for."""
+    import pydet.torch as pt
+
+    x, residual = (normal(2, 33, 272, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight = normal(272, device=device)
+    made = (("row",), ("group", E5M2), ("group", None, E8M0), ("row", None, None, True))
+    for options in made:
+        names = dict(zip(("granularity", "dtype", "scale_dtype", "power_of_two"), options, strict=False))
+        names = {name: value for name, value in names.items() if value is not None}
+        for w, offset in ((weight, 0.0), (None, 1.0)):
+            of_norm = {"eps": 1e-5, "weight_offset": offset}
+            for mine, theirs in zip(
+                OPS.rmsnorm_quantize(x, w, 1e-5, offset, *options),
+                pydet.rmsnorm_quantize(x, w, **of_norm, **names),
+                strict=True,
+            ):
+                same(mine, theirs)
+            for mine, theirs in zip(
+                pt.rms_norm_quantize(x, w, residual=residual, **of_norm, **names),
+                pydet.rmsnorm_quantize(x, w, residual=residual, **of_norm, **names),
+                strict=True,
+            ):
+                same(mine, theirs)
+        checks = ("test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(OPS.rmsnorm_quantize.default, (x, weight, 1e-5, 0.0, *options), test_utils=checks)
+        given = (x, residual.float(), weight, 1e-5, 0.0, *options)
+        torch.library.opcheck(OPS.rmsnorm_quantize_residual.default, given, test_utils=checks)
+    q = pt.rms_norm_quantize(x[0, :, :17], eps=1e-5)[0]
+    assert q.stride() == (32, 1)
+    with pytest.raises(pydet.Error, match=r"^rmsnorm_quantize: granularity is 'block', want row or group"):
+        OPS.rmsnorm_quantize(x.to("meta"), None, 1e-5, 0.0, "block")
+    with pytest.raises(pydet.Error, match=r"^rmsnorm_quantize: an operand requires grad"):
+        pt.rms_norm_quantize(x.float().requires_grad_(), eps=1e-5)
+
+
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 272])
 def test_quantised_rows_begin_at_multiples_of_16_bytes(k):
     q, _, q_t, _ = OPS.quantize_transposed(normal(2, 33, k), "group")

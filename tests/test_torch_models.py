@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import os
 import warnings
 
@@ -186,6 +187,32 @@ def test_static_caches_and_long_contexts(transformers):
             static = transformers.StaticCache(config=model.config, max_cache_len=room)
             for cache in (None, static):
                 assert differing(decoded(model, rows, length - 2, cache)[:, -3:], want) == 0
+
+
+def in_parts(model, rows, ends, cache=None):
+    """Logits of several tokens at a time behind a cache: a prefill in chunks, or drafts that are verified."""
+    logits = []
+    for first, last in itertools.pairwise((0, *ends, rows.shape[1])):
+        result = model(rows[:, first:last], past_key_values=cache, use_cache=True)
+        logits.append(result.logits)
+        cache = result.past_key_values
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Gemma2", "Mistral", "gpt-oss"])
+def test_chunks_behind_a_cache(transformers, name):
+    """The cache grows or is static; where a layer has a window, both keep its keys alone. A part may be longer."""
+    model, rows = build(transformers, name), tokens(1)
+    with torch.no_grad(), pt.override_aten():
+        for implementation in ("sdpa", "pydet")[name in ("Gemma2", "gpt-oss") :]:  # sdpa has no softcap, no sinks
+            model.set_attn_implementation(implementation)
+            pt.convert(model)
+            want, found = model(rows).logits, 0
+            for ends in ((1, 3, 12, 13), (7, 8, 16), (2, 20)):
+                for static in (False, True):
+                    cache = transformers.StaticCache(config=model.config, max_cache_len=40) if static else None
+                    found += differing(in_parts(model, rows, ends, cache), want)
+            assert (found == 0) == (implementation == "pydet"), (implementation, found)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "OLMoE"])

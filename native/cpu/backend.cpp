@@ -100,6 +100,19 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
     Row("cpu_rmsnorm_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kNormFeatures).launches(rmsnorm<Scalar>),
 };
 
+constexpr uint64_t kNormQuantizeFeatures =
+    (kNormFeatures & ~(kBias | kHeads)) | kGivenScales | kRowScales | kGroupScales;
+constexpr Kernel<RmsNormQuantize> kRmsNormQuantize[] = {
+#if defined(__x86_64__)
+    Row("cpu_rmsnorm_quantize_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kNormQuantizeFeatures)
+        .launches(rmsnorm_quantize<Avx512>),
+    Row("cpu_rmsnorm_quantize_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kNormQuantizeFeatures)
+        .launches(rmsnorm_quantize<Avx2>),
+#endif
+    Row("cpu_rmsnorm_quantize_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kNormQuantizeFeatures)
+        .launches(rmsnorm_quantize<Scalar>),
+};
+
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
 #if defined(__x86_64__)
     Row("cpu_rmsnorm_backward_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kGradientFeatures)
@@ -459,14 +472,14 @@ constexpr Backend cpu() {
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-             table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
-             table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
-             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
+  backend.tables = tables(
+      table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+      table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+      table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+      table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+      table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d),
+      no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward),
+      table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
   return backend;
 }
 

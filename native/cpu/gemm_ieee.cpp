@@ -158,6 +158,12 @@ struct Sums {
   Tile total, open_chunk;
 };
 
+// Asks for the lines of the strip of sums that comes next, while the one before it is computed.
+inline void ask_for_next(Tile sums, int64_t row, int64_t end, int64_t rows, int64_t columns) {
+  for (int64_t r = row; r < least(row + rows, end); ++r)
+    for (int64_t c = 0; c < columns; c += 16) prefetch(sums.p + r * sums.stride + c, 0);
+}
+
 // Takes a tile from step `begin` of k to `end`, in calls that end where chunks do. `steps` holds the columns and where
 // a and b are at `begin`; a_step and b_step are bytes from k to k.
 void advance(Chain chain, Steps steps, int64_t a_step, int64_t b_step, const Gemm &gemm, const Sums &sums,
@@ -224,6 +230,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
         for (int64_t row = 0; row < out.rows; row += S::kRows) {
           const int64_t rows = least(S::kRows, out.rows - row);
           auto of_strip = [&](Tile tile) { return Tile{tile.p + row * tile.stride, tile.stride}; };
+          if (S::kWay == Way::tiles) ask_for_next(total, row + S::kRows, out.rows, S::kRows, S::kColumns);
           Steps steps = {};
           steps.columns = columns;
           steps.a = strips + row * slab + (k_panel - k_slab) * rows;

@@ -37,6 +37,7 @@ template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
   }
   const float *a = steps.a, *b = (const float *)steps.b;
   for (int64_t k = 0; k < steps.depth; ++k, a += kRows, b += steps.b_stride) {
+    prefetch(a, 448);  // some steps ahead: of the strip, which lies in the L2
     Floats b_k[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) b_k[v] = load(b + v * kWidth);

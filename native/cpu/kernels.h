@@ -27,6 +27,7 @@ template <class Isa> pydet_status gemm_cdna2(const Gemm &);
 template <class Isa> pydet_status attention(const Attention &);
 template <class Isa> pydet_status attention_backward(const AttentionBackward &);
 template <class Isa> pydet_status rmsnorm(const RmsNorm &);
+template <class Isa> pydet_status rmsnorm_quantize(const RmsNormQuantize &);
 template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);

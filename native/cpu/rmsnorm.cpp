@@ -9,6 +9,7 @@
 //              dweight: p = fmaf(dy, xhat, p) from +0 down a chain of 16 rows; 4 chains added from +0 are a group, 4
 //                       groups a block of 256 rows; the blocks added, from +0 or from dweight, and rounded once;
 //                       with heads over the rows of each head; or the blocks apart. dbias sums dy alike
+//   quantised  out = y / scale, clamped and rounded, scale of the largest |y| of a group or a row (fp8_rows.h)
 //   rowsum     element j of (u, v) goes to lane j mod 2048, lane = fmaf(u, v, lane) from +0; then lane 8 g + e is
 //              joined over e with partners 4, 2, 1 apart, then over g with partners 128, 64, ..., 1 apart
 //
@@ -18,6 +19,7 @@
 
 #include <new>
 
+#include "cpu/fp8_rows.h"
 #include "cpu/norm_rows.h"
 
 namespace pydet {
@@ -25,17 +27,15 @@ namespace {
 
 // ---- Forward -----------------------------------------------------------------------------------------------------
 
-// S: the type of residual and sum. With a residual the sum is what is normalised, else x, which has that type then.
-template <class T, class S, class W>
-void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
-  const Biases biases = {problem.bias};
-  const RowPlace at = place_of(problem, r), after = place_of(problem, r + 1 < problem.rows ? r + 1 : r);
-  const int64_t n = problem.n, first = r % problem.heads * n;  // of the weights
+// Row r's sum, where it has a residual, and its rstd. S: the type of residual and sum. With a residual the sum is what is
+// normalised, else x, which has that type then.
+template <class T, class S>
+float rstd_of_row(const RmsNorm &problem, const RowPlace &at, int64_t r, const typename S::Stored *normed,
+                  RowSum &lanes) {
+  const int64_t n = problem.n;
   const auto *x = row<T>(problem.x, at);
   const auto *residual = row<S>(problem.residual, at);
   auto *sum = row<S>(problem.sum, at);
-  auto *y = row<T>(problem.y, at);
-  const auto *normed = residual ? sum : (const typename S::Stored *)x;
 
   lanes.clear(n);
   if (residual) {
@@ -50,16 +50,76 @@ void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &
       lanes.add(j, a, a);
     });
   }
-
   const float mean = joined(lanes, n) / float(n);
   const float rstd = 1.0f / sqrtf(mean + problem.eps);
   if (problem.rstd.data) ((float *)problem.rstd.data)[r] = pydet::canonical(rstd);
+  return rstd;
+}
+
+template <class T, class S> const typename S::Stored *normed_row(const RmsNorm &problem, const RowPlace &at) {
+  const auto *sum = row<S>(problem.sum, at);
+  return sum ? sum : (const typename S::Stored *)row<T>(problem.x, at);
+}
+
+template <class T, class S, class W>
+void normalize_row(const RmsNorm &problem, const W &weights, int64_t r, RowSum &lanes) {
+  const Biases biases = {problem.bias};
+  const RowPlace at = place_of(problem, r), after = place_of(problem, r + 1 < problem.rows ? r + 1 : r);
+  const int64_t n = problem.n, first = r % problem.heads * n;  // of the weights
+  const auto *normed = normed_row<T, S>(problem, at);
+  auto *y = row<T>(problem.y, at);
+  const float rstd = rstd_of_row<T, S>(problem, at, r, normed, lanes);
   const auto *next_x = row<T>(problem.x, after);
   const auto *next_residual = row<S>(problem.residual, after);
   along(n, [&](int64_t j, auto v) {
     prefetch(next_x, j);
     prefetch(next_residual, j);
     set<T>(y + j, biases.added(first + j, get<S>(normed + j, v) * all(rstd, v), weights.at(first + j, v)));
+  });
+}
+
+// One row of y, group by group, and its q. A group that needs the scale of the row is made twice.
+template <class T, class S, class W>
+void quantize_row(const RmsNormQuantize &problem, const W &weights, int64_t r, RowSum &lanes) {
+  const RowPlace at = place_of(problem, r);
+  const auto *normed = normed_row<T, S>(problem, at);
+  auto *y = row<T>(problem.y, at);
+  const float rstd = rstd_of_row<T, S>(problem, at, r, normed, lanes);
+  const float largest = largest_of(problem.out.type);
+  auto *out = row<Fp8Bytes>(problem.out, at);
+  const Matrix scale = {problem.scale.data, problem.scale.type, 0, 0, 0, 0};
+  const int64_t scale_at = at.outer * problem.scale.outer_stride + at.inner * problem.scale.inner_stride;
+
+  float values[kSide];
+  // The rounded y from j on, of which there are `count`, and their largest magnitude.
+  auto make = [&](int64_t j, int64_t count) {
+    typename T::Stored rounded[kSide];
+    along(count, [&](int64_t i, auto v) {
+      set<T>(rounded + i, get<S>(normed + j + i, v) * all(rstd, v) * weights.at(j + i, v));
+      set<Partial>(values + i, get<T>(rounded + i, v));
+    });
+    if (y) memcpy(y + j, rounded, size_t(count) * sizeof *rounded);
+    uint32_t most = 0;
+    for (int64_t i = 0; i < count; ++i) most = larger(most, magnitude(values[i]));
+    return most;
+  };
+  auto each_group = [&](const auto &f) {
+    for (int64_t j = 0; j < problem.n; j += kSide) f(j, problem.n - j < kSide ? problem.n - j : int64_t(kSide));
+  };
+  float s = 0;
+  if (problem.given()) {
+    s = read_scale(scale, 0);
+  } else if (problem.granularity == Granularity::row) {
+    uint32_t most = 0;
+    each_group([&](int64_t j, int64_t count) { most = larger(most, make(j, count)); });
+    write_scale(scale, scale_at, s = scale_of(most, largest, problem.power_of_two));
+  }
+  each_group([&](int64_t j, int64_t count) {
+    const uint32_t most = make(j, count);
+    if (problem.granularity == Granularity::group)
+      write_scale(scale, scale_at + j / kSide * problem.scale_stride,
+                  s = scale_of(most, largest, problem.power_of_two));
+    round_row(problem.out.type, values, int(count), nullptr, s, out + j, 1);
   });
 }
 
@@ -117,6 +177,19 @@ template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
       for (int64_t r = block.first; r < block.end; ++r)
         wide ? normalize_row<T, Number<Type::f32>>(problem, weights, r, block.lanes)
              : normalize_row<T, T>(problem, weights, r, block.lanes);
+    });
+  });
+  return PYDET_OK;
+}
+
+template <> pydet_status rmsnorm_quantize<Isa>(const RmsNormQuantize &problem) {
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    over_rows(problem, kRowElements / problem.n + 1, 3, scratch, [&](auto number, const auto &weights, auto block) {
+      using T = decltype(number);
+      const bool wide = problem.residual.data && problem.residual.type != problem.x.type;
+      for (int64_t r = block.first; r < block.end; ++r)
+        wide ? quantize_row<T, Number<Type::f32>>(problem, weights, r, block.lanes)
+             : quantize_row<T, T>(problem, weights, r, block.lanes);
     });
   });
   return PYDET_OK;

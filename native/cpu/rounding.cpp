@@ -3,6 +3,7 @@
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
 #include "ops/gemm/rounding.h"
+#include "ops/grouped/problem.h"
 
 namespace pydet {
 namespace {
@@ -52,9 +53,33 @@ template <class T, class B> void round_range(const Rounding &p, int64_t begin, i
   }
 }
 
+// round(rows) for those of each group in turn, with its bias.
+template <class F> pydet_status each_group(const Rounding &problem, F round) {
+  struct {
+    int64_t tokens;
+    const int32_t *start, *end;
+  } const groups = {problem.groups.tokens, problem.groups.start, problem.groups.end};
+  GroupWalk group;
+  pydet_status status = PYDET_OK;
+  for (int64_t i = 0; i < problem.groups.count && status == PYDET_OK; ++i) {
+    group.next(groups);
+    Rounding one = problem;
+    one.groups = {};
+    one.m = group.last - group.first;
+    if (one.m == 0) continue;
+    const auto skip = [](Matrix &matrix, int64_t elements) { matrix.data += elements * size_of(matrix.type); };
+    skip(one.from, group.first * one.from.row_stride);
+    skip(one.to, group.first * one.to.row_stride);
+    if (one.bias.data) skip(one.bias, group.index * problem.groups.bias_stride);
+    status = round(upright(one));
+  }
+  return status;
+}
+
 }  // namespace
 
 template <> pydet_status round_elements<Isa>(const Rounding &problem) {
+  if (problem.groups.end) return each_group(problem, round_elements<Isa>);
   constexpr int64_t kPiece = 8192;    // elements that a task takes
   constexpr double kWorth = 1 << 16;  // elements for which a thread is worth waking
   Scratch scratch;                    // not worked in: where there is none, one thread computes

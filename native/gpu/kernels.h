@@ -30,6 +30,7 @@ struct Quantize;
 struct ScaledGroupedGemm;
 struct RmsNorm;
 struct RmsNormBackward;
+struct RmsNormQuantize;
 struct LayerNorm;
 struct LayerNormBackward;
 struct Softmax;
@@ -67,10 +68,16 @@ constexpr uint32_t scaled_skinny_types(int columns) {  // others would only take
 }
 Choice scaled_skinny_sm90_choose(const ScaledGemm &, int columns);
 template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &, const Choice &);
+bool scaled_fine_sm90_takes(const ScaledGemm &);
+pydet_status scaled_fine_sm90(const ScaledGemm &);
 
 // any/scaled_gemm_ieee.cu
 pydet_status scaled_gemm_ieee_64x64(const ScaledGemm &);
 pydet_status scaled_grouped_gemm_ieee_64x64(const ScaledGroupedGemm &);
+
+// any/scaled_skinny_ieee.cu
+bool scaled_skinny_ieee_takes(const ScaledGemm &);
+pydet_status scaled_skinny_ieee(const ScaledGemm &);
 
 // any/quantize.cu
 bool quantize_rows_takes(const Quantize &);
@@ -143,6 +150,11 @@ pydet_status rmsnorm_general(const RmsNorm &);
 bool layernorm_held_takes(const LayerNorm &);
 pydet_status layernorm_held(const LayerNorm &);
 pydet_status layernorm_general(const LayerNorm &);
+
+// any/norm_quantize.cu
+bool rmsnorm_quantize_held_takes(const RmsNormQuantize &);
+pydet_status rmsnorm_quantize_held(const RmsNormQuantize &);
+pydet_status rmsnorm_quantize_general(const RmsNormQuantize &);
 
 // any/norm_backward.cu
 pydet_status rmsnorm_backward_general(const RmsNormBackward &);

@@ -204,11 +204,12 @@ PYDET_API pydet_status pydet_skinny_gemm_workspace(int64_t m, int64_t n, int64_t
  *            which
  * wants k adjacent in both, out's last stride 1, and multiples of 16 bytes. Scales are NULL, or fp32 or e8m0fnu:
  *   a_scale  []   [..., M, 1]   [..., M, ceil(K/128)]
- *   b_scale  []   [..., 1, N]   [..., ceil(K/128), N]   or blocks of 128 x 128: [..., ceil(K/128), ceil(N/128)] */
+ *   b_scale  []   [..., 1, N]   [..., ceil(K/128), N]   or blocks of 128 x 128: [..., ceil(K/128), ceil(N/128)]
+ * With a k_chunk of 32 (MXFP8) 32 takes the place of 128 along k. */
 typedef struct pydet_scaled_gemm_options {
   uint32_t struct_size;
   int32_t arithmetic;
-  int64_t k_chunk;    /* 0: one chain. c, a multiple of 32 (on Hopper 128): chains of c. 128 with scales along k */
+  int64_t k_chunk; /* 0: one chain. c, a multiple of 32 (on Hopper 128): chains of c. 128 or 32 with scales along k */
   int32_t accumulate; /* 1: starts from out, which is fp32; scales along k, or none */
   int32_t reserved;
   const char *kernel;
@@ -263,6 +264,24 @@ typedef struct pydet_rmsnorm_options {
 PYDET_API pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x, const pydet_tensor *residual,
                                      const pydet_tensor *weight, const pydet_tensor *y, const pydet_tensor *rstd,
                                      const pydet_tensor *sum, const pydet_rmsnorm_options *options);
+
+/* The same and pydet_quantize of its y in one pass, with the bits of the two calls. weight [N] or NULL; y, what is
+ * quantised, may be NULL; scale of any strides: ROW [..., 1], GROUP [..., ceil(N/128)], or TENSOR [], which is read. */
+typedef struct pydet_rmsnorm_quantize_options {
+  uint32_t struct_size;
+  float eps;           /* 1e-6 if options is NULL */
+  float weight_offset; /* 1 for models that store w - 1 */
+  int32_t granularity;
+  int32_t power_of_two; /* 1: scales are rounded up to one */
+  int32_t reserved;
+  const char *kernel;
+} pydet_rmsnorm_quantize_options;
+
+PYDET_API pydet_status pydet_rmsnorm_quantize(void *stream, const pydet_tensor *x, const pydet_tensor *residual,
+                                              const pydet_tensor *weight, const pydet_tensor *out,
+                                              const pydet_tensor *scale, const pydet_tensor *y,
+                                              const pydet_tensor *rstd, const pydet_tensor *sum,
+                                              const pydet_rmsnorm_quantize_options *options);
 
 /* Gradients:
  *   xhat = x rstd,  g = dy (w + weight_offset),  dx = rstd (g - xhat mean(g xhat)) + dresidual
@@ -730,6 +749,9 @@ typedef struct pydet_grouped_gemm_options {
   int32_t accumulate;
   int32_t reserved;
   const char *kernel;
+  void *workspace; /* for an initial: 4 bytes an element of an out that is not fp32 */
+  uint64_t workspace_size;
+  const pydet_tensor *initial; /* as in pydet_gemm */
 } pydet_grouped_gemm_options;
 
 PYDET_API pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *b,
@@ -748,6 +770,9 @@ typedef struct pydet_scaled_grouped_gemm_options {
   int32_t accumulate;
   int32_t reserved;
   const char *kernel;
+  void *workspace; /* for an initial, as in pydet_grouped_gemm */
+  uint64_t workspace_size;
+  const pydet_tensor *initial;
 } pydet_scaled_grouped_gemm_options;
 
 PYDET_API pydet_status pydet_scaled_grouped_gemm(void *stream, const pydet_tensor *a, const pydet_tensor *a_scale,

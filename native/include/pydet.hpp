@@ -209,6 +209,13 @@ inline void rmsnorm(void *stream, const tensor &x, const tensor &residual, const
   call(pydet_rmsnorm, stream, x.describe(), residual.describe(), weight.describe(), y.describe(), rstd.describe(),
        sum.describe(), options);
 }
+inline void rmsnorm_quantize(void *stream, const tensor &x, const tensor &residual, const tensor &weight,
+                             const tensor &out, const tensor &scale, const tensor &y, const tensor &rstd,
+                             const tensor &sum, const pydet_rmsnorm_quantize_options *options = nullptr) {
+  call(pydet_rmsnorm_quantize, stream, x.describe(), residual.describe(), weight.describe(), out.describe(),
+       scale.describe(), y.describe(), rstd.describe(), sum.describe(), options);
+}
+
 inline void rmsnorm_backward(void *stream, const tensor &dy, const tensor &x, const tensor &weight, const tensor &rstd,
                              const tensor &dresidual, const tensor &dx, const tensor &dweight,
                              const pydet_rmsnorm_backward_options *options = nullptr) {

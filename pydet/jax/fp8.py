@@ -56,7 +56,7 @@ def scaled_gemm(
     given = [("a", a, SCALED), ("a_scale", a_scale, SCALES), ("b", b, SCALED), ("b_scale", b_scale, SCALES),
              ("bias", bias, UNSCALED)]  # fmt: skip
     arrays = {name: None if x is None else to_array(op, name, x, types) for name, x, types in given}
-    shape = RULES.scaled_product(*operands_of(*arrays.items()))
+    shape = RULES.scaled_product(*operands_of(*arrays.items()), k_chunk=k_chunk)
     start, dtype = continued(op, accumulate, shape, out_dtype, "bfloat16")
     number = unknown(static(op, "arithmetic", arithmetic, str, "a name"), op, "arithmetic")
     chunk = GROUP if k_chunk is None else static(op, "k_chunk", k_chunk, operator.index, "None or an integer")

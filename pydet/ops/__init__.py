@@ -35,7 +35,7 @@ from pydet.ops.head import linear_log_prob, linear_log_prob_backward
 from pydet.ops.layernorm import layernorm, layernorm_backward
 from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
 from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
-from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from pydet.ops.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_quantize
 from pydet.ops.rotary import rotary, rotary_table
 from pydet.ops.sample import sample, topk
 from pydet.ops.scaled import quantize, scaled_gemm
@@ -109,6 +109,7 @@ __all__ = [
     "resolve_arithmetic",
     "rmsnorm",
     "rmsnorm_backward",
+    "rmsnorm_quantize",
     "rotary",
     "rotary_table",
     "sample",

@@ -43,6 +43,7 @@ def grouped_gemm(
     accumulate: bool = False,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
@@ -70,6 +71,8 @@ def grouped_gemm(
             written: in a tensor that is made here they hold whatever its memory held. A group without tokens gives
             zeros in ``[G, M, N]``, or what ``out`` held under ``accumulate``, plus its bias.
         out_dtype, accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`gemm`.
+        initial: what the sums start from instead of +0, as in :func:`gemm`, shaped like the result. A group without
+            tokens gives its ``initial``, plus its bias, in ``[G, M, N]``.
 
     Returns:
         ``out``, or the new tensor ``[T, N]`` (or ``[G, M, N]``).
@@ -91,6 +94,7 @@ def grouped_gemm(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         kernel=kernel,
     )
 
@@ -109,6 +113,7 @@ def scaled_grouped_gemm(
     accumulate: bool = False,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
+    initial: Any = None,
     kernel: str | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
@@ -124,11 +129,12 @@ def scaled_grouped_gemm(
         group_end, group_start: as in :func:`grouped_gemm`.
         a_scale: float32 or float8_e8m0fnu, ``[]``, ``[T, 1]`` or ``[T, ceil(K/128)]``; None for 1.
         b_scale: float32 or float8_e8m0fnu, ``[]``, ``[G, 1, N]``, ``[G, ceil(K/128), N]`` or
-            ``[G, ceil(K/128), ceil(N/128)]``; without the first dimension the same for every group; None for 1.
+            ``[G, ceil(K/128), ceil(N/128)]``; without the first dimension the same for every group; None for 1. Under
+            ``k_chunk=32`` both with 32 in place of 128 along k.
         bias: ``[G, N]``, float32, bfloat16 or float16, added in fp32 before the one rounding.
         out: ``[T, N]``, float32, bfloat16 or float16; made if None. Rows that are in no group are not written.
         out_dtype: the type of a new ``out``; bfloat16 if None.
-        accumulate, arithmetic, k_chunk, kernel, stream: as in :func:`scaled_gemm`.
+        accumulate, arithmetic, k_chunk, initial, kernel, stream: as in :func:`scaled_gemm`.
 
     Returns:
         ``out``, or the new tensor ``[T, N]``.
@@ -152,5 +158,6 @@ def scaled_grouped_gemm(
         accumulate=accumulate,
         arithmetic=arithmetic,
         k_chunk=k_chunk,
+        initial=initial,
         kernel=kernel,
     )

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, and its gradients."""
+"""Root-mean-square norm, its gradients, and the norm quantised."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 from pydet._native import INVALID_VALUE, fail
 from pydet.frameworks import type_index
 from pydet.hooks import methods, on_stream
-from pydet.ops.types import Stream, Tensor
+from pydet.ops.types import Granularity, Stream, Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_rmsnorm, _rmsnorm_backward = methods(("rmsnorm", "rmsnorm_backward"))
+_rmsnorm, _rmsnorm_quantize, _rmsnorm_backward = methods(("rmsnorm", "rmsnorm_quantize", "rmsnorm_backward"))
 
 
 class _Forward(TypedDict, total=False):
@@ -99,6 +99,100 @@ def rmsnorm(
         out=y,
         rstd=rstd,
         sum=total,
+        kernel=kernel,
+    )
+
+
+class _Quantized(TypedDict, total=False):
+    weight_offset: float
+    granularity: Granularity
+    dtype: Any
+    scale_dtype: Any
+    power_of_two: bool
+    scale: Any
+    out: Any
+    y: Any
+    rstd: Any
+    kernel: str | None
+    stream: Stream | None
+
+
+@overload
+def rmsnorm_quantize(
+    x: Tensor, weight: Any = None, *, eps: float, residual: None = None, **options: Unpack[_Quantized]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rmsnorm_quantize(
+    x: Tensor, weight: Any = None, *, eps: float, residual: Tensor, **options: Unpack[_Quantized]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def rmsnorm_quantize(
+    x: Tensor,
+    weight: Any = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    granularity: Granularity = "row",
+    dtype: Any = "float8_e4m3fn",
+    scale_dtype: Any = "float32",
+    power_of_two: bool = False,
+    scale: Any = None,
+    out: Any = None,
+    y: Any = None,
+    rstd: Any = None,
+    kernel: str | None = None,
+    stream: Stream | None = None,
+) -> tuple[Any, ...]:
+    """:func:`rmsnorm`, and :func:`quantize` of its ``y``, in one pass: the bits of the two calls.
+
+    What an fp8 model does ahead of its products: the residual is added, the sum normalised and rounded to the type of
+    ``x``, and that is quantised, without a ``y`` in memory.
+
+    Args:
+        x, weight, eps, weight_offset, residual: as in :func:`rmsnorm`; ``weight`` is ``[N]`` or None.
+        granularity: what shares a scale: ``"row"`` ``[..., 1]`` or ``"group"`` ``[..., ceil(N/128)]``.
+        dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
+        scale_dtype: ``"float32"``, or ``"float8_e8m0fnu"``: powers of two.
+        power_of_two: round the scale up to a power of two.
+        scale: ``[]``, one scale of all rows, which is read instead of found.
+        out: the tensor for ``q``, or a tuple ``(q, scale)`` or ``(q, scale, sum)`` whose members may be None. The scale
+            may have any strides.
+        y, rstd: tensors for these, where they are wanted too: like ``x``, and ``[...]`` in float32.
+        kernel, stream: as in :func:`gemm`.
+
+    Returns:
+        ``(q, scale)``, or ``(q, scale, sum)`` with a residual.
+
+    Raises:
+        Error: shapes, types, strides, devices or memory that do not fit, or a negative ``eps``.
+    """
+    op = "rmsnorm_quantize"
+    q, own, total, *more = (*out, None, None, None) if isinstance(out, tuple) else (out, None, None)
+    if len(more) > 3:
+        fail(INVALID_VALUE, f"{op}: out has {len(out)} members, want at most 3: q, scale and sum")
+    if scale is not None and own is not None:
+        fail(INVALID_VALUE, f"{op}: scale is given and out has one too, want one of them")
+    method = _rmsnorm_quantize if stream is None else on_stream(_rmsnorm_quantize, x, stream)
+    return method(  # type: ignore[no-any-return]
+        x,
+        weight,
+        eps,
+        weight_offset=weight_offset,
+        residual=residual,
+        granularity=granularity if scale is None else "tensor",
+        given=scale,
+        out=q,
+        scale=own,
+        y=y,
+        rstd=rstd,
+        sum=total,
+        dtype=type_index(dtype, op, "dtype"),
+        scale_dtype=type_index(scale_dtype, op, "scale_dtype"),
+        power_of_two=power_of_two,
         kernel=kernel,
     )
 

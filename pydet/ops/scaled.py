@@ -51,7 +51,8 @@ def scaled_gemm(
         arithmetic: ``"ieee"``, ``"sm90"`` (Hopper's tensor cores), or ``"auto"``: ``"sm90"`` on a Hopper, else
             ``"ieee"``. It decides bits.
         k_chunk: None for 128, 0 for one chain, or a multiple of 32, on a Hopper's tensor cores of 128. Scales along k
-            want 128. It decides bits.
+            want 128, or 32: then each is of 32 elements along k, ``ceil(K/32)`` of them, as MXFP8 has it. It decides
+            bits.
         initial: what the sum starts from instead of +0, as in :func:`gemm`. Scales are then along k, or None.
         kernel, stream: as in :func:`gemm`.
 

@@ -116,6 +116,35 @@ def rms_norm(
     return y, total
 
 
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    granularity: str = "group",
+    dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """:func:`rms_norm`, and its result in fp8, in one pass: :func:`pydet.rmsnorm_quantize`, without a gradient.
+
+    Args:
+        x, weight, eps, weight_offset, residual: as in :func:`rms_norm`; ``weight`` is ``[N]`` or None.
+        granularity: what shares a scale: ``"group"``, 128 elements along a row, or ``"row"``.
+        dtype, scale_dtype: those of q and of the scale; float8_e4m3fn and float32 if None.
+        power_of_two: round the scale up to a power of two.
+
+    Returns:
+        ``(q, scale)``, or ``(q, scale, x + residual)`` with a residual: what ``torch.ops.pydet.scaled_gemm`` takes.
+    """
+    made = weight_offset, granularity, dtype, scale_dtype, power_of_two
+    if residual is None:
+        return torch.ops.pydet.rmsnorm_quantize(x, weight, eps, *made)
+    return torch.ops.pydet.rmsnorm_quantize_residual(x, residual, weight, eps, *made)
+
+
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

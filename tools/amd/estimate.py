@@ -40,6 +40,9 @@ import capi  # noqa: E402
 import fakehip  # noqa: E402
 import gcn  # noqa: E402
 from cases import DTYPES  # noqa: E402
+from reference_fp8 import E4M3, E5M2  # noqa: E402
+
+FP8 = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ CHIPS = {
     "gfx90a": Chip("MI250X, one die", 110, 1.7e9, 1.6e12, {"16x16x16": 32, "32x32x8": 64}),
 }
 ISSUE, WIDE, LDS, MEMORY, SCALAR, BARRIER, LAUNCH = 4, 8, 64, 800, 200, 40, 2e-6
-PRODUCTS = ("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32")
+PRODUCTS = ("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32", "v_fma_mix_f32")
 KINDS = ("MFMA", "VALU", "SALU", "LDS", "loads", "stores")
 
 
@@ -285,6 +288,29 @@ class Library:
             sys.exit(capi.ffi.string(self.lib.pydet_last_error()).decode())
         return self.read(capi.ffi.string(self.lib.pydet_last_kernel()).decode(), a.nbytes, w.nbytes, out.nbytes)
 
+    def estimate_scaled(self, m, n, k, dtype="e4m3", name=None):
+        """Of fp8: a[m, k] with scales by groups of 128 along k, w[n, k] by blocks of 128 x 128, out in bf16."""
+        rng, groups = np.random.default_rng(0), lambda extent: -(-extent // 128)
+        a, w = (rng.integers(0, 0x70, (rows, k), np.uint8).view(FP8[dtype]) for rows in (m, n))
+        a_scale, w_scale = np.ones((m, groups(k)), np.float32), np.ones((groups(k), groups(n)), np.float32)
+        out, rocm = np.zeros((m, n), DTYPES["bf16"]), (10, 0)
+        for array in (a, w, a_scale, w_scale, out):
+            self.runtime.own(array.view(np.uint8))
+        turned = capi.Tensor(w, shape=(k, n), strides=(1, k), device=rocm)
+        x, x_scale, b_scale, result = (capi.Tensor(of, device=rocm) for of in (a, a_scale, w_scale, out))
+        forced = {"kernel": name} if name else {}
+        given = capi.options("pydet_scaled_gemm_options", k_chunk=128, arithmetic=1, **forced)
+        self.launches, null = [], capi.ffi.NULL
+        operands = x.c, x_scale.c, turned.c, b_scale.c, null, result.c
+        status = self.lib.pydet_scaled_gemm(null, *operands, given)
+        self.runtime.fake.fakehip_disown()
+        if self.runtime.problem:
+            raise self.runtime.problem
+        if status:
+            sys.exit(capi.ffi.string(self.lib.pydet_last_error()).decode())
+        sizes = a.nbytes + a_scale.nbytes, w.nbytes + w_scale.nbytes, out.nbytes
+        return self.read(capi.ffi.string(self.lib.pydet_last_kernel()).decode(), *sizes)
+
     def read(self, name, *operands):
         chip, first = self.chip, self.launches[0]
         clock, kernel = first.clock, first.clock.kernel
@@ -346,7 +372,7 @@ def main():
     parser.add_argument("shapes", nargs="+", help="MxNxK")
     parser.add_argument("--arch", choices=CHIPS, default="gfx942")
     parser.add_argument("--kernel", help="by its name in pydet.kernels(); default: the library's choice")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=[*DTYPES, *FP8], default="bf16", help="of fp8: scaled_gemm")
     parser.add_argument("--k-chunk", type=int, default=0)
     parser.add_argument(
         "--workspace", action="store_true", help="with the memory that pydet_skinny_gemm_workspace says"
@@ -358,7 +384,10 @@ def main():
         library = Library(arguments.library.resolve(), arguments.arch, pathlib.Path(folder))
         for shape in arguments.shapes:
             m, n, k = map(int, shape.split("x"))
-            e = library.estimate(m, n, k, arguments.dtype, arguments.kernel, arguments.k_chunk, arguments.workspace)
+            if arguments.dtype in FP8:
+                e = library.estimate_scaled(m, n, k, arguments.dtype, arguments.kernel)
+            else:
+                e = library.estimate(m, n, k, arguments.dtype, arguments.kernel, arguments.k_chunk, arguments.workspace)
             print(describe(shape, e, library.chip), flush=True)
 
 

@@ -512,17 +512,28 @@ def fma(a, b, c):
     return bits(reference.fma(*np.broadcast_arrays(f(a), f(b), f(c))))
 
 
-def extreme(pick):
-    """The larger or smaller of two numbers in IEEE mode: a quiet NaN is none, a signalling one is the result, quiet."""
+def extreme(first_is):
+    """The larger or smaller of two numbers in IEEE mode, by whether the first is it: a quiet NaN is none, of two the
+    second is the result, a signalling one is the result, quiet; +0 is larger than -0."""
 
     def of(a, b):
-        result = bits(pick(f(a), f(b)))
+        a, b = np.asarray(a, U32), np.asarray(b, U32)
+        first, second = f(a), f(b)
+        negative = lambda x: x >> U32(31) != 0
+        zeros = (first == 0) & (second == 0)
+        # Of two zeros the signs, as numbers, say which it is.
+        by_sign = first_is(-negative(a).astype(F32), -negative(b).astype(F32))
+        taken = np.where(zeros, by_sign, first_is(first, second))
+        result = np.where(np.isnan(first), b, np.where(np.isnan(second) | taken, a, b))
         for x in (b, a):
-            signals = np.isnan(f(x)) & (np.asarray(x, U32) & U32(1 << 22) == 0)
-            result = np.where(signals, np.asarray(x, U32) | U32(1 << 22), result)
+            signals = np.isnan(f(x)) & (x & U32(1 << 22) == 0)
+            result = np.where(signals, x | U32(1 << 22), result)
         return result
 
     return of
+
+
+larger, smaller = extreme(np.greater_equal), extreme(np.less)
 
 
 def permute_bytes(a, b, selector):
@@ -580,9 +591,9 @@ VALUES = {
     "v_sub_f32": lambda a, b: bits(f(a) - f(b)),
     "v_subrev_f32": lambda a, b: bits(f(b) - f(a)),
     "v_mul_f32": lambda a, b: bits(f(a) * f(b)),
-    "v_max_f32": extreme(np.fmax),
-    "v_min_f32": extreme(np.fmin),
-    "v_max3_f32": lambda a, b, c: extreme(np.fmax)(extreme(np.fmax)(a, b), c),
+    "v_max_f32": larger,
+    "v_min_f32": smaller,
+    "v_max3_f32": lambda a, b, c: larger(larger(a, b), c),
     "v_max_i32": lambda a, b: np.maximum(i32(a), i32(b)).view(U32),
     "v_min_i32": lambda a, b: np.minimum(i32(a), i32(b)).view(U32),
     "v_max_u32": np.maximum,
@@ -709,11 +720,20 @@ SCALARS = {
     "s_lshl4_add_u32": lambda a, b: (a * 16 + b, a * 16 + b > M32),
     "s_pack_ll_b32_b16": lambda a, b: (a & 0xFFFF | (b & 0xFFFF) << 16, None),
 }
-SCALARS["s_bfe_i64"] = lambda a, b: (
-    signed(a >> (b & 63) & ((1 << (b >> 16 & 127)) - 1), b >> 16 & 127),
-    None,
-)
-SCALARS["s_bfe_i32"] = SCALARS["s_bfe_i64"]
+
+
+def signed_field(width):
+    """Bits of an integer of `width` bits, from where the second operand says and as many: they say scc."""
+
+    def of(a, b):
+        first, count = b & (width - 1), min(b >> 16 & 127, width)
+        field = signed(signed(a, width) >> first & ((1 << count) - 1), count) if count else 0
+        return field, field != 0
+
+    return of
+
+
+SCALARS |= {"s_bfe_i32": signed_field(32), "s_bfe_i64": signed_field(64)}
 SCALAR_COMPARE = {
     **{"eq": lambda a, b: a == b, "lg": lambda a, b: a != b, "gt": lambda a, b: a > b},
     **{"ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b},
@@ -1286,7 +1306,11 @@ def vector_alu(name, operands, modifiers):
         operation = fma if "fma" in plain else add_scaled
         return lambda w: w.put(number, operation(a(w), b(w), c(w)))
     if plain in ("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"):
-        number, reads = register(operands[0])[1], [vector(x) for x in operands[1:]]
+        # A sign is that of the number, be it a half.
+        minus = [x.startswith(("-v", "-s", "-|")) for x in operands[1:]]
+        signs = [(U32(M32 >> 1 if "|" in x else M32), U32(m << 31)) for x, m in zip(operands[1:], minus, strict=True)]
+        plainly = [x[m:].strip("|") for x, m in zip(operands[1:], minus, strict=True)]
+        number, reads = register(operands[0])[1], [vector(x) for x in plainly]
         low, high = numbers(modifiers, "op_sel", [0] * 3), numbers(modifiers, "op_sel_hi", [0] * 3)
 
         def mixed(w):
@@ -1294,7 +1318,7 @@ def vector_alu(name, operands, modifiers):
                 bits(half(read(w) >> U32(16 * low[i])).astype(F32)) if high[i] else read(w)
                 for i, read in enumerate(reads)
             ]
-            total = fma(*values)
+            total = fma(*(x & keep ^ flip for x, (keep, flip) in zip(values, signs, strict=True)))
             if plain == "v_fma_mix_f32":
                 w.put(number, total)
             elif plain == "v_fma_mixlo_f16":

@@ -76,6 +76,18 @@ inline bool starts_from_zero(PythonCall &call, const char *op, int32_t accumulat
   return call.fail(PYDET_INVALID_VALUE, sentence), false;
 }
 
+// Room for the sums of a product that begins at `initial`, if out is not fp32.
+template <class Options>
+inline bool make_room_for_sums(PythonCall &call, const Operand &initial, const Operand &out, Options *options) {
+  constexpr int64_t kMost = int64_t(1) << 58;  // beyond it the operation says what is wrong
+  options->initial = tensor_of(&initial);
+  if (!initial.present || !out.present || !sound(out.tensor, 2) || type_index(out.tensor.dtype) == int(Type::f32))
+    return true;
+  const int64_t count = elements(out.tensor);
+  if (count > kMost) return true;
+  return call.make_workspace((uint64_t(count) * 4 + 15) / 16 * 16, &options->workspace, &options->workspace_size);
+}
+
 // Makes what the caller did not give; an x that has no rows or is of another type is the operation's to refuse.
 inline bool make_like(PythonCall &call, const pydet_tensor &x, int ndim, int type, Operand **operand) {
   if ((*operand)->present || !sound(x, 1)) return true;

@@ -80,10 +80,12 @@ constexpr Kernel<Gemm> kGemm[] = {
     Row("hip_gemm_ieee_64x64", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfGemm).launches(gemm_ieee_64x64),
 };
 
-constexpr uint64_t kAllOfScaled =
-    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
+constexpr uint64_t kFewScaledRows = kBias | kAccumulate | kOutAlongM | kColumnScales;
 constexpr Kernel<ScaledGemm> kScaledGemm[] = {
-    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kAllOfScaled)
+    Row("hip_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kBuilt, kFewScaledRows)
+        .takes(scaled_skinny_ieee_takes)
+        .launches(scaled_skinny_ieee),
+    Row("hip_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kBuilt, kScaledGemmFeatures)
         .launches(scaled_gemm_ieee_64x64),
 };
 
@@ -116,6 +118,15 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
         .launches(rmsnorm_held),
     Row("hip_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNorm | kOfHeads)
         .launches(rmsnorm_general),
+};
+
+constexpr uint64_t kAllOfNormQuantize = kAllOfNorm | kGivenScales | kRowScales | kGroupScales;
+constexpr Kernel<RmsNormQuantize> kRmsNormQuantize[] = {
+    Row("hip_rmsnorm_quantize_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNormQuantize)
+        .takes(rmsnorm_quantize_held_takes)
+        .launches(rmsnorm_quantize_held),
+    Row("hip_rmsnorm_quantize_general", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfNormQuantize | kWideSum)
+        .launches(rmsnorm_quantize_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
@@ -258,7 +269,7 @@ constexpr Backend hip() {
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
              no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kRotaryTable),
              table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
-             no_kernels<CausalConv1dBackward>());
+             no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize));
   return backend;
 }
 

@@ -5,7 +5,10 @@
 // The gradient is two kernels. The first puts tokens in order by id, those of one id as they come. A block has the ids of
 // one part of the table, and looks at all tokens: how many have lower ids says where its own begin. Each of its warps has
 // tokens that lie together, and counts its own of each id: so every place is known, whoever writes first. The second adds:
-// a team of threads has the place where the tokens of an id begin, and walks them.
+// a team of threads has the place where the tokens of an id begin, and walks them. An id of very many tokens is a chain
+// that one multiprocessor brings too slowly: blocks of their own have some columns of it each.
+
+#include <algorithm>
 
 #include "gpu/kernels.h"
 #include "gpu/any/softmax_row.h"
@@ -179,6 +182,7 @@ struct SumPlan {
   int team;
   int64_t parts;
   int64_t adding, blocks;  // of each part: blocks that add, and with those that clear
+  int spread;              // blocks before these for ids of very many tokens, in turn for some columns each; 0: none
 };
 
 // A vector of a token's row on its way.
@@ -289,6 +293,106 @@ __device__ __forceinline__ int64_t end_of_run(const SortedToken *sorted, int64_t
   return last + 1;
 }
 
+// ---- Ids of very many tokens --------------------------------------------------------------------------------------
+
+constexpr int kManyTokens = 128;  // at multiples of it they are looked for: such an id has two neighbouring ones
+constexpr int kSpreadColumns = 64, kSpreadTurns = 16;  // of a block, and blocks that take turns with the ids
+
+PYDET_HD bool many_tokens(int64_t first, int64_t end) {
+  return (first + kManyTokens - 1) / kManyTokens * kManyTokens + kManyTokens < end;
+}
+
+// Tokens [first, end) of `id`, columns of the block's. All threads bring rows into the ring, some of them add, a column
+// each.
+template <Type type, Type to>
+__device__ __forceinline__ void add_spread(const EmbeddingBackward &p, int64_t first, int64_t end, uint32_t id,
+                                           int64_t first_column, uint4 (&ring)[kRingBytes / 16][kSumThreads]) {
+  constexpr int kGroups = kRingBytes / 16, kAhead = kGroups - 4, kElements = 16 / size_of(type);
+  constexpr int kPieces = kSpreadColumns / kElements, kRows = kSumThreads / kPieces;  // of a group, a piece a thread
+  const SortedToken *const sorted = p.sorted();
+  const int t = int(threadIdx.x);
+  const int64_t column = first_column + t % kPieces * kElements, own = first_column + t;
+  const bool adds = t < kSpreadColumns && own < p.n;
+  const int64_t at = int64_t(id) * p.dw.row_stride + own;
+  float sum = adds && p.accumulate ? load_f32(p.dw.data, to, at) : 0.0f;
+  constexpr int kLooked = 8;  // groups whose tokens are looked up while those of as many are asked for
+  constexpr uint32_t kNone = ~0u;
+  const int64_t groups = (end - first + kRows - 1) / kRows;
+  uint32_t token[kLooked], next[kLooked];
+  const auto look = [&](int64_t group) {
+#pragma unroll
+    for (int j = 0; j < kLooked; ++j) {
+      const int64_t i = first + (group + j) * kRows + t / kPieces;
+      next[j] = i < end && column < p.n ? sorted[i].token : kNone;
+    }
+  };
+  const auto add = [&](int64_t group) {
+    const int64_t left = end - first - group * kRows;
+    float x[kRows];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) x[k] = load_f32(&ring[group % kGroups][0], type, k * kSpreadColumns + t);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k)
+      if (k < left) sum = sum + x[k];
+  };
+  look(0);
+  __syncthreads();  // the ring has been read
+  for (int64_t base = 0; base < groups + kAhead; base += kLooked) {
+#pragma unroll
+    for (int j = 0; j < kLooked; ++j) token[j] = next[j];
+    look(base + kLooked);
+#pragma unroll
+    for (int j = 0; j < kLooked; ++j) {
+      const int64_t asked = base + j, group = asked - kAhead;
+      if (group >= 0) {
+        wait_copies<kAhead - 1>();
+        __syncthreads();
+      }
+      if (token[j] != kNone)
+        copy_async_16(&ring[asked % kGroups][t],
+                      row_at(p.dout, size_of(type), p.inner, int64_t(token[j])) + column * size_of(type), 16);
+      commit_copies();
+      if (adds && group >= 0 && group < groups) add(group);
+    }
+  }
+  wait_copies<0>();
+  if (adds) store_rounded(p.dw.data, to, at, sum);
+}
+
+// Those of this block's turns, for its columns.
+template <Type type, Type to>
+__device__ __forceinline__ void add_many(const EmbeddingBackward &p, int64_t total,
+                                         uint4 (&ring)[kRingBytes / 16][kSumThreads]) {
+  constexpr int kWarps = kSumThreads / kLogicalWarp;
+  __shared__ uint32_t found[kWarps];
+  const SortedToken *const sorted = p.sorted();
+  const int t = int(threadIdx.x), turn = int(blockIdx.x) % kSpreadTurns;
+  const int64_t first_column = int64_t(blockIdx.x) / kSpreadTurns * kSpreadColumns;
+  const auto place_of = [&](int64_t number) { return (number * kSpreadTurns + turn) * kManyTokens; };
+  for (int64_t base = 0; place_of(base) + kManyTokens < total; base += kSumThreads) {
+    const int64_t place = place_of(base + t);
+    bool many = place + kManyTokens < total && sorted[place].id == sorted[place + kManyTokens].id;
+    if (many && place > 0) many = sorted[place - kManyTokens].id != sorted[place].id;
+    const uint32_t word = gpu_ballot(many);
+    __syncthreads();
+    if (t % kLogicalWarp == 0) found[t / kLogicalWarp] = word;
+    __syncthreads();
+    for (int warp = 0; warp < kWarps; ++warp)
+      for (uint32_t left = found[warp]; left; left &= left - 1) {
+        const int64_t here = place_of(base + warp * kLogicalWarp + __ffs(int(left)) - 1);
+        const uint32_t id = sorted[here].id;
+        int64_t first = here, before = here > 0 ? here - kManyTokens : -1;  // which has another id
+        while (first - before > 1) {
+          const int64_t middle = before + (first - before) / 2;
+          if (sorted[middle].id == id) first = middle;
+          else before = middle;
+        }
+        const int64_t end = end_of_run(sorted, here + kManyTokens, id, total);
+        add_spread<type, to>(p, first, end, id, first_column, ring);
+      }
+  }
+}
+
 template <Type type, Type to, bool aligned>
 __global__ void __launch_bounds__(kSumThreads, 5)
     embedding_sum_kernel(const __grid_constant__ EmbeddingBackward p, const __grid_constant__ SumPlan plan) {
@@ -297,10 +401,15 @@ __global__ void __launch_bounds__(kSumThreads, 5)
   wait_for_previous_kernel();
   const SortedToken *const sorted = p.sorted();
   const int64_t total = *p.count();
+  if constexpr (rings)
+    if (int(blockIdx.x) < plan.spread) {
+      if (blockIdx.y == 0) add_many<type, to>(p, total, ring);
+      return;
+    }
   const int teams = kSumThreads / plan.team, lane = int(threadIdx.x) % plan.team;
   const int64_t column = (int64_t(blockIdx.y) * plan.team + lane) * kVector;
   if (column >= p.n) return;
-  for (int64_t block = blockIdx.x; block < plan.blocks; block += gridDim.x) {
+  for (int64_t block = int(blockIdx.x) - plan.spread; block < plan.blocks; block += int(gridDim.x) - plan.spread) {
     const bool adds = block < plan.adding;
     const int64_t unit = (adds ? block : block - plan.adding) * teams + int(threadIdx.x) / plan.team;
     if (!adds) {
@@ -314,6 +423,7 @@ __global__ void __launch_bounds__(kSumThreads, 5)
     const uint32_t id = sorted[unit].id;
     if (unit > 0 && sorted[unit - 1].id == id) continue;  // another team begins with it
     const int64_t end = end_of_run(sorted, unit, id, total);
+    if (plan.spread > 0 && many_tokens(unit, end)) continue;
     char *const row = p.dw.data + int64_t(id) * p.dw.row_stride * size_of(to);
     float sum[kVector] = {};
     if (p.accumulate) load_vector<to, aligned>(row, column, p.n, sum);
@@ -332,6 +442,13 @@ int team_of(int64_t threads, int most) {
   return team;
 }
 
+constexpr int64_t kMostSpread = 1 << 16;  // columns
+
+bool rows_whole(const EmbeddingBackward &p) {
+  return p.n % kVector == 0 && rows_aligned(p.dout) && reinterpret_cast<uintptr_t>(p.dw.data) % 16 == 0 &&
+         p.dw.row_stride * size_of(p.dw.type) % 16 == 0;
+}
+
 SumPlan plan_of(const EmbeddingBackward &p) {
   const int64_t vectors = divide_up(p.n, kVector);
   SumPlan plan = {};
@@ -340,12 +457,9 @@ SumPlan plan_of(const EmbeddingBackward &p) {
   plan.parts = divide_up(vectors, plan.team);
   plan.adding = divide_up(p.rows, teams);
   plan.blocks = plan.adding + (p.accumulate ? 0 : divide_up(p.dw.rows, teams * kClearedRows));
+  if (kHasRing && rows_whole(p) && p.rows > 2 * kManyTokens && p.n <= kMostSpread)
+    plan.spread = int(divide_up(p.n, kSpreadColumns)) * kSpreadTurns;
   return plan;
-}
-
-bool rows_whole(const EmbeddingBackward &p) {
-  return p.n % kVector == 0 && rows_aligned(p.dout) && reinterpret_cast<uintptr_t>(p.dw.data) % 16 == 0 &&
-         p.dw.row_stride * size_of(p.dw.type) % 16 == 0;
 }
 
 template <Type type, Type to> pydet_status launch_sum(const EmbeddingBackward &p) {
@@ -359,8 +473,7 @@ template <Type type, Type to> pydet_status launch_sum(const EmbeddingBackward &p
   if (status != PYDET_OK) return status;
   const auto stream = static_cast<gpu_stream>(p.stream);
   const Launch order = {name, stream, grid_of(divide_up(p.dw.rows, kOwnIds), kSortThreads), dim3(kSortThreads)};
-  Launch sum = {name, stream,
-                dim3(unsigned(plan.blocks < kMostBlocks ? plan.blocks : kMostBlocks), unsigned(plan.parts)),
+  Launch sum = {name, stream, dim3(unsigned(plan.spread + std::min(plan.blocks, kMostBlocks)), unsigned(plan.parts)),
                 dim3(kSumThreads)};
   sum.overlaps_previous = gpu_overlaps_kernels(p.device.id);
   status = launch(order, embedding_sort_kernel, p);

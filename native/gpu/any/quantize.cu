@@ -45,22 +45,11 @@ __device__ __forceinline__ void load_unit(const char *data, int64_t at, int64_t 
   }
 }
 
-__device__ __forceinline__ uint32_t largest_of(const float (&v)[kUnit]) {
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) amax = max(amax, bits_of(v[i]) & 0x7FFFFFFFu);
-  return amax;
-}
-
 // `type` is x's. A given scale may be any number, which quotient_of does not take.
 template <Type type> __device__ __forceinline__ float quotient(const Call &c, float x, float s, const Divisor &by) {
   if (c.inverse) return x * by.inverse;
   if (type == Type::f32 || c.p.given) return x / s;
   return quotient_of(x, by);
-}
-
-__device__ __forceinline__ uint32_t round_pair(Type type, float x, float y) {
-  return type == Type::e4m3 ? round_pair<Type::e4m3>(x, y) : round_pair<Type::e5m2>(x, y);
 }
 
 template <Type of_x>
@@ -82,11 +71,6 @@ __device__ __forceinline__ void store_unit(const Matrix &out, int64_t at, int co
 #pragma unroll
   for (int i = 0; i < kUnit; ++i)
     if (i < count) to[i * out.col_stride] = char((i < 4 ? bytes.x : bytes.y) >> i % 4 * 8);
-}
-
-__device__ __forceinline__ float read_scale(const Matrix &scale, int64_t at) {
-  return scale.type == Type::f32 ? reinterpret_cast<const float *>(scale.data)[at]
-                                 : f32_from_e8m0(reinterpret_cast<const uint8_t *>(scale.data)[at]);
 }
 
 // The largest value of a block's threads, all of which call it once.

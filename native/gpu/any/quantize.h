@@ -1,4 +1,4 @@
-// What quantize.cu's and quantize_packed.cu's kernels share: what they are told of a problem, and single formulas.
+// What the kernels share that quantise (quantize.cu, quantize_packed.cu, norm_fp8.h): what they are told of a problem, and single formulas.
 #pragma once
 
 #include "gpu/device.h"
@@ -33,6 +33,13 @@ template <int lanes> __device__ __forceinline__ uint32_t most_of_lanes(uint32_t 
   return value;
 }
 
+__device__ __forceinline__ uint32_t largest_of(const float (&v)[kUnit]) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) amax = max(amax, bits_of(v[i]) & 0x7FFFFFFFu);
+  return amax;
+}
+
 // Two to bytes, clamped: the instruction's saturation is the clamp.
 template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, float y) {
 #if __CUDA_ARCH__ >= 890
@@ -46,7 +53,17 @@ template <Type type> __device__ __forceinline__ uint32_t round_pair(float x, flo
 #endif
 }
 
-__device__ __forceinline__ void write_scale(const Matrix &scale, int64_t at, float s) {
+__device__ __forceinline__ uint32_t round_pair(Type type, float x, float y) {
+  return type == Type::e4m3 ? round_pair<Type::e4m3>(x, y) : round_pair<Type::e5m2>(x, y);
+}
+
+template <class Operand>  // a Matrix, or Rows
+__device__ __forceinline__ float read_scale(const Operand &scale, int64_t at) {
+  return scale.type == Type::f32 ? reinterpret_cast<const float *>(scale.data)[at]
+                                 : f32_from_e8m0(reinterpret_cast<const uint8_t *>(scale.data)[at]);
+}
+
+template <class Operand> __device__ __forceinline__ void write_scale(const Operand &scale, int64_t at, float s) {
   if (scale.type == Type::f32) reinterpret_cast<float *>(scale.data)[at] = s;
   else reinterpret_cast<uint8_t *>(scale.data)[at] = s == s ? uint8_t(bits_of(s) >> 23) : uint8_t(0xFF);
 }

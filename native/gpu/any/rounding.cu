@@ -3,6 +3,7 @@
 // A thread takes four neighbouring elements of a row, or one where something is not aligned for that.
 
 #include "ops/gemm/rounding.h"
+#include "ops/grouped/problem.h"
 
 #include "gpu/any/fold.h"
 #include "gpu/kernels.h"
@@ -32,6 +33,37 @@ template <int W> __global__ void __launch_bounds__(kThreads) rounding_kernel(con
   }
 }
 
+// Rows of groups: a block looks for the groups of its own, one after the other.
+constexpr int kRows = 8;
+template <int W> __global__ void __launch_bounds__(kThreads)
+    grouped_rounding_kernel(const __grid_constant__ Rounding p) {
+  const int64_t begin = block_number() * kRows, end = begin + kRows < p.m ? begin + kRows : p.m;
+  struct {
+    int64_t tokens;
+    const int32_t *start, *end;
+  } const groups = {p.groups.tokens, p.groups.start, p.groups.end};
+  GroupWalk group;
+  for (int64_t m = begin; m < end; ++m) {
+    while (group.last <= m && group.index + 1 < p.groups.count) group.next(groups);
+    if (m < group.first || m >= group.last) continue;
+    for (int64_t n = int64_t(threadIdx.x) * W; n < p.n; n += kThreads * W) {
+      const int64_t from = m * p.from.row_stride + n * p.from.col_stride;
+      const int64_t to = m * p.to.row_stride + n * p.to.col_stride;
+      Elements<W> x = load_elements<W>(reinterpret_cast<const float *>(p.from.data) + from);
+      if (p.bias.data) {
+        const int64_t bias = group.index * p.groups.bias_stride + n * p.bias.col_stride;
+#pragma unroll
+        for (int e = 0; e < W; ++e) x.x[e] = x.x[e] + load_f32(p.bias.data, p.bias.type, bias + e * p.bias.col_stride);
+      }
+      if constexpr (W == 4) {
+        store_packed(p.to.data + to * size_of(p.to.type), p.to.type, packed(x, p.to.type));
+      } else {
+        store_rounded(p.to.data, p.to.type, to, x.x[0]);
+      }
+    }
+  }
+}
+
 // Whether four neighbours of every row lie together, at a multiple of their size.
 bool by_four(const Matrix &x, const Batch &batch, const int64_t (&strides)[kMaxBatchDims]) {
   bool whole = x.col_stride == 1 && x.cols % 4 == 0 && x.row_stride % 4 == 0 &&
@@ -41,6 +73,11 @@ bool by_four(const Matrix &x, const Batch &batch, const int64_t (&strides)[kMaxB
 }
 
 template <int W> pydet_status launch_rounding(const Rounding &p) {
+  if (p.groups.end) {
+    Launch rows = {"rounding", static_cast<gpu_stream>(p.stream), grid_of(divide_up(p.m, kRows), kThreads),
+                   dim3(kThreads)};
+    return launch(rows, grouped_rounding_kernel<W>, p);
+  }
   Launch where = {"rounding", static_cast<gpu_stream>(p.stream),
                   grid_of(divide_up(p.batch.count * p.m * p.n, kThreads * W), kThreads), dim3(kThreads)};
   return launch(where, rounding_kernel<W>, p);

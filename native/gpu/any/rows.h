@@ -339,12 +339,12 @@ Launch blocks_of(const char *name, const P &p, dim3 blocks, int threads, int sha
 constexpr int64_t kLongestHeldRow = 8 * kRowLanes;
 constexpr int64_t kLongestHeldLayer = kGpuDeviceType == PYDET_CUDA ? kLongestHeldRow : kLongestHeldRow / 2;
 
-// Whether every row is whole 16-byte pieces, in place too (an absent operand has no say).
-inline bool rows_aligned(const Rows &rows) {
+// Whether every row is whole 16-byte pieces, or other ones, in place too (an absent operand has no say).
+inline bool rows_aligned(const Rows &rows, int pieces = 16) {
   if (!rows.data) return true;
   int64_t bytes = size_of(rows.type);
-  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.outer_stride * bytes % 16 == 0 &&
-         rows.inner_stride * bytes % 16 == 0 && rows.far_stride * bytes % 16 == 0;
+  return reinterpret_cast<uintptr_t>(rows.data) % uintptr_t(pieces) == 0 && rows.outer_stride * bytes % pieces == 0 &&
+         rows.inner_stride * bytes % pieces == 0 && rows.far_stride * bytes % pieces == 0;
 }
 // Whether a gradient's rows are whole vectors in the places of all operands.
 template <class P> bool rows_whole(const P &p) {

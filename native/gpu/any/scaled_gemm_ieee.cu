@@ -15,6 +15,7 @@
 
 #include "gpu/any/epilogue.h"
 #include "gpu/any/quads.h"
+#include "gpu/any/scales.h"
 #include "gpu/kernels.h"
 #include "ops/scaled_grouped/problem.h"
 
@@ -76,13 +77,6 @@ struct Reader {
     });
   }
 };
-
-__device__ __forceinline__ float scale_at(const Scale &scale, int64_t offset, int64_t outer, int64_t chunk) {
-  if (!scale.data) return 1;
-  const int64_t at = offset + (scale.blocks ? outer / kScaleGroup : outer) * scale.stride + chunk * scale.chunk_stride;
-  return scale.type == Type::f32 ? reinterpret_cast<const float *>(scale.data)[at]
-                                 : f32_from_e8m0(uint8_t(scale.data[at]));
-}
 
 // A tile: its first row and column of its product, that product's rows, and where its operands begin.
 struct Tile {

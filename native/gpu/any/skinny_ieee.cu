@@ -2,10 +2,11 @@
 //
 //   chain: c = fmaf(x[m, k], w[n, k], c), k ascending, from +0 or y; or chains of k_chunk, their sums added ascending
 //
-// A block of 4 warps makes 32 rows of w (columns of y), one a lane, for up to 16 rows of x, dealt out to the warps in
-// turn. Both operands pass through 5 stages of 512 bytes a row in shared memory, copied in whole 16 bytes as they lie
+// A block of 4 warps (on AMD 8) makes 32 rows of w (columns of y), one a lane, for up to 16 rows of x, dealt out to the
+// warps in turn. Both operands pass through 5 stages of 512 bytes a row in shared memory, copied in whole 16 bytes as they lie
 // in memory: w is read back along k by the lane that owns the row, x by all lanes at once. The memory's speed is
-// reached where N is large; where it is small the chain takes 7 ns a step of fp32, 5 of bf16 (H100).
+// reached where N is large; where it is small the chain takes 7 ns a step of fp32, 5 of bf16 (H100). Where copies are not
+// asynchronous a thread holds its pieces of the next stage while it multiplies this one.
 // Zeros past K would turn a chain of -0 into +0, so the last stage is walked to K and no further.
 
 #include <algorithm>
@@ -17,11 +18,12 @@
 namespace pydet {
 namespace {
 
-constexpr int kWarps = 4, kLanes = 32, kThreads = kWarps * kLanes;
+constexpr bool kHolds = kGpuDeviceType != PYDET_CUDA;
+constexpr int kWarps = kHolds ? 8 : 4, kLanes = 32, kThreads = kWarps * kLanes;
 constexpr int kRowBytes = 512;  // of an operand's row in a stage
 constexpr int kPieces = kRowBytes / 16;
 constexpr int kRowPitch = kRowBytes + 16;  // eight lanes' 16 bytes then fill the banks once
-constexpr int kMostPerWarp = 4, kMostM = kWarps * kMostPerWarp;
+constexpr int kMostM = 16, kMostPerWarp = kMostM / kWarps;
 
 // A stage: rows of w, then rows of x.
 template <int per_warp> constexpr int kStageRows = kLanes + kWarps * per_warp;
@@ -51,6 +53,10 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
   const int64_t k_end = problem.k, stage_count = (k_end + kDepth - 1) / kDepth;
   const bool folds = problem.k_chunk > 0;
 
+  // Pieces of 16 bytes that are held, of the rows that this thread copies of a stage.
+  constexpr int kHeldPieces = kHolds ? (kStageRows<per_warp> + kRowsAtOnce - 1) / kRowsAtOnce : 1;
+  [[maybe_unused]] uint4 held[kHeldPieces];
+
   wait_for_previous_kernel();
   for (int64_t tile = blockIdx.x; tile * kLanes < problem.n; tile += gridDim.x) {
     const int64_t n0 = tile * kLanes, n = n0 + lane;
@@ -72,7 +78,46 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
       }
       commit_copies();  // an empty group past the end, so that the count of groups in flight stays the same
     };
-    for (int s = 0; s < kStages<per_warp> - 1; ++s) fill(s);
+    // The same in two steps. Of rows that are not there the first one's elements come: no result has part of them.
+    [[maybe_unused]] auto fetch = [&](int64_t s) {
+      static_assert(kLanes % kRowsAtOnce == 0, "a piece held is of w or of x for all threads");
+      const int64_t k = s * kDepth + int(threadIdx.x) % kPieces * kPiece, left = k_end - k;
+      auto from = [&](int i) {
+        const int row = int(threadIdx.x) / kPieces + i * kRowsAtOnce;
+        if (i < kLanes / kRowsAtOnce)
+          return problem.b.data + ((n0 + row < problem.n ? n0 + row : 0) * problem.b.col_stride + k) * kSize;
+        return problem.a.data + ((row - kLanes < problem.m ? row - kLanes : 0) * problem.a.row_stride + k) * kSize;
+      };
+      if (left >= kPiece) {
+#pragma unroll
+        for (int i = 0; i < kHeldPieces; ++i) held[i] = *reinterpret_cast<const uint4 *>(from(i));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kHeldPieces; ++i) {
+          uint32_t words[4] = {};
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e)
+            if (e < left)
+              words[e * kSize / 4] |= uint32_t(reinterpret_cast<const typename Element<type>::Bits *>(from(i))[e])
+                                      << e * kSize % 4 * 8;
+          held[i] = {words[0], words[1], words[2], words[3]};
+        }
+      }
+    };
+    [[maybe_unused]] auto deposit = [&](int64_t s) {
+      char *to = shared + s % kStages<per_warp> * kStageBytes + int(threadIdx.x) % kPieces * 16;
+#pragma unroll
+      for (int i = 0; i < kHeldPieces; ++i) {
+        const int row = int(threadIdx.x) / kPieces + i * kRowsAtOnce;
+        if (row < kStageRows<per_warp>) *reinterpret_cast<uint4 *>(to + row * kRowPitch) = held[i];
+      }
+    };
+    if constexpr (kHolds) {
+      if (stage_count > 0) fetch(0), deposit(0);
+      __syncthreads();
+    } else {
+      for (int s = 0; s < kStages<per_warp> - 1; ++s) fill(s);
+    }
 
     float chain[per_warp] = {}, sum[per_warp] = {};
     if (problem.accumulate && n < problem.n)
@@ -85,10 +130,14 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
         }
     int64_t chunk_left = problem.k_chunk;
     for (int64_t s = 0; s < stage_count; ++s) {
-      wait_copies<kStages<per_warp> - 2>();
-      __syncthreads();  // stage s has landed, and everyone has left the one that is filled next
-      fill(s + kStages<per_warp> - 1);
-      if (warp >= problem.m) continue;
+      if constexpr (kHolds) {
+        if (s + 1 < stage_count) fetch(s + 1);
+      } else {
+        wait_copies<kStages<per_warp> - 2>();
+        __syncthreads();  // stage s has landed, and everyone has left the one that is filled next
+        fill(s + kStages<per_warp> - 1);
+        if (warp >= problem.m) continue;
+      }
 
       const char *stage = shared + s % kStages<per_warp> * kStageBytes;
       const uint4 *w_row = reinterpret_cast<const uint4 *>(stage + lane * kRowPitch);
@@ -108,7 +157,9 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
         }
       };
       const int64_t left = k_end - s * kDepth;
-      if (left >= kDepth && !folds) {
+      if (kHolds && warp >= problem.m) {
+        // has no row of x, but copies
+      } else if (left >= kDepth && !folds) {
         // A piece is read two ahead of its use: what shared memory takes to answer.
         constexpr int kAhead = 2;
         uint4 w[kAhead], x[kAhead][per_warp];
@@ -147,6 +198,10 @@ __global__ void __launch_bounds__(kThreads) skinny_ieee_kernel(const __grid_cons
           }
         }
       }
+      if constexpr (kHolds) {  // of two stages: what is filled now was last read before the barrier ahead
+        if (s + 1 < stage_count) deposit(s + 1);
+        __syncthreads();
+      }
     }
     __syncthreads();  // the next tile's first stages overwrite this one's last
 
@@ -176,8 +231,9 @@ template <Type type, int per_warp> pydet_status launch_warps(const Gemm &g) {
 
 template <Type type> pydet_status launch_type(const Gemm &g) {
   if (g.m <= kWarps) return launch_warps<type, 1>(g);
-  if (g.m <= 2 * kWarps) return launch_warps<type, 2>(g);
-  return launch_warps<type, 4>(g);
+  if constexpr (kMostPerWarp > 2)
+    if (g.m > 2 * kWarps) return launch_warps<type, kMostPerWarp>(g);
+  return launch_warps<type, 2>(g);
 }
 
 }  // namespace

@@ -3,28 +3,17 @@
 // walk the queries that see any of their keys in the contract's order: by 128, heads, queries.
 
 #include "gpu/nvidia/attention_backward_mma_team.h"
-#include "gpu/device.h"
 
 namespace pydet {
 namespace {
 
-template <Type type, bool adjusts> class Keys {
+template <Type type, bool adjusts> class Keys : GeneralTile {
  public:
   __device__ Keys(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared,
                   const AttentionBackwardWay &way, int64_t tile, int64_t s, int64_t group, int column0)
-      : p_(problem),
-        f_(problem.forward),
-        scale_(scale),
-        shared_(shared),
+      : GeneralTile(problem, scale, shared, s, group, column0),
         products_(shared, way, f_),
-        s_(int(s)),
-        group_(int(group)),
-        column0_(column0),
-        extent_(shared.extent),
-        tile_(f_, extent_of(f_, s), tile, kRows) {
-    if (threadIdx.x == 0) shared.extent = extent_of(f_, s);
-    meet_all();
-  }
+        tile_(f_, extent_of(f_, s), tile, kRows) {}
 
   __device__ bool empty() const { return tile_.empty(); }
 
@@ -154,58 +143,15 @@ template <Type type, bool adjusts> class Keys {
     }
   }
 
-  const AttentionBackward &p_;
-  const Attention &f_;
-  const ScoreScale &scale_;
-  Shared &shared_;
   Products<type> products_;
-  const int s_, group_, column0_;
-  const Extent &extent_;
   const KeysTile tile_;
   Sums dk_, dv_;
 };
 
-// Blocks: slices of columns, groups and sequences beside each other, then tiles from the first, which most queries see
-// where attention is causal.
-template <Type type, bool adjusts>
-__global__ void __launch_bounds__(kThreads, 2)
-    keys_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale, const AttentionBackwardWay way,
-                const int64_t slices) {
-  extern __shared__ __align__(128) char shared[];
-  const Attention &f = p.forward;
-  int64_t number = blockIdx.x;
-  const int64_t slice = number % slices, group = number / slices % f.groups;
-  number = number / slices / f.groups;
-  Keys<type, adjusts> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, number / f.sequences,
-                           number % f.sequences, group, int(slice * kColumns));
-  if (keys.empty()) return;
-  bool careful = false;
-  do keys.walk(careful);
-  while (!careful && (careful = keys.astray()));
-  keys.store();
-}
-
 // ---- Fast kernels ----------------------------------------------------------------------------------------------------
 
-// In tiles of the general kernel, `times` of which are one.
-template <Type type>
-__device__ __noinline__ void make_again(const AttentionBackward &p, const ScoreScale &scale, char *shared,
-                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence, int64_t group,
-                                        int times) {
-#pragma unroll 1
-  for (int64_t t = tile * times; t < (tile + 1) * times; ++t)
-#pragma unroll 1
-    for (int column0 = 0; column0 < p.forward.d || column0 < p.forward.e; column0 += kColumns) {
-      meet_all();
-      Keys<type, false> keys(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
-      if (keys.empty()) break;
-      keys.walk(true);
-      keys.store();
-    }
-}
-
 // A block has a tile of keys and all columns of dk and dv.
-template <Type type, class S> class FastKeys {
+template <Type type, class S> class FastKeys : FastTile {
   using T = Team<type, S>;
   static constexpr TeamShape s = S::shape;
 
@@ -219,13 +165,8 @@ template <Type type, class S> class FastKeys {
   static_assert(sizeof(Header) <= TeamSizes<S>::kHeader);
 
   __device__ FastKeys(const AttentionBackward &problem, const ScoreScale &scale, char *shared, int sequence, int group)
-      : p_(problem),
-        f_(problem.forward),
-        scale_(scale),
-        shared_(shared),
+      : FastTile{problem, problem.forward, scale, shared, sequence, group},
         header_(*reinterpret_cast<Header *>(shared)),
-        sequence_(sequence),
-        group_(group),
         heads_(int(heads_of_group(problem.forward))) {}
 
   // dk and dv, or what make_again is for: then true.
@@ -394,36 +335,13 @@ template <Type type, class S> class FastKeys {
     });
   }
 
-  const AttentionBackward &p_;
-  const Attention &f_;
-  const ScoreScale &scale_;
-  char *shared_;
   Header &header_;
-  const int sequence_, group_, heads_;
+  const int heads_;
   int from_, to_;   // the queries that see any key of the tile
   int key0_;        // its first
   int2 any_, all_;  // those that see any of the team's, and all
   typename T::ColumnSums dk_, dv_;
 };
-
-template <Type type, class S>
-__global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
-    fast_keys_kernel(const __grid_constant__ AttentionBackward p, const __grid_constant__ ScoreScale scale,
-                     const __grid_constant__ AttentionBackwardWay way) {
-  extern __shared__ __align__(128) char shared[];
-  uint32_t number = blockIdx.x;
-  const uint32_t groups = uint32_t(p.forward.groups), sequences = uint32_t(p.forward.sequences);
-  const int group = int(number % groups);
-  number /= groups;
-  const int sequence = int(number % sequences), tile = int(number / sequences);
-  bool again;
-  {
-    FastKeys<type, S> keys(p, scale, shared, sequence, group);
-    again = keys.make(tile);
-  }
-  if (again && threadIdx.x < unsigned(kThreads))
-    make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
-}
 
 // TFLOP/s of their four products on an H200, 4096 queries and keys, without a mask: 231 and 215, 282 and 263 (1000 of 8
 // groups: Few is faster by a third), 265 and 200.
@@ -434,50 +352,27 @@ using Few = TeamOf<4, 1, 16, 64, 128, 2, 2>;        // the same, where tiles are
 using Wide = TeamOf<8, 4, 32, 64, 256, 1, 2>;       // of up to 256
 using WideShort = TeamOf<8, 2, 16, 32, 256, 1, 2>;  // the same, where shared memory is short
 
-// general(kernel) or fast(kernel, its shape) of the one that takes it.
-template <class General, class Fast>
-pydet_status with_kernel(const AttentionBackward &p, const AttentionBackwardWay &way, General general, Fast fast) {
-  return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
-    constexpr Type type = decltype(element)::value;
-    const Attention &f = p.forward;
+// Tiles from the first, which most queries see where attention is causal.
+struct OfKeys {
+  template <Type type, bool adjusts> using General = Keys<type, adjusts>;
+  template <Type type, class S> using Fast = FastKeys<type, S>;
+  using Shapes = TeamShapes<Narrow, NarrowFew, Usual, Few, Wide, WideShort>;
+  static constexpr bool descends = false;
+  PYDET_HD static int64_t extent(const Attention &f) { return f.keys; }
+  PYDET_HD static int64_t columns(const Attention &f) { return f.d > f.e ? f.d : f.e; }
+  template <class S> static bool suits(const Attention &f) {
     const bool few = f.groups * f.sequences * divide_up(f.keys, 128) < gpu_multiprocessors(f.device.id);
-    return with_shape<Narrow, NarrowFew, Usual, Few, Wide, WideShort>(
-        p, way, [&](auto shape) { return !few || TeamSizes<decltype(shape)>::kRows <= 64; },
-        [&](auto shape) { return fast(fast_keys_kernel<type, decltype(shape)>, shape); },
-        [&] {
-          return adjusts_scores(p.forward) ? general(keys_kernel<type, true>) : general(keys_kernel<type, false>);
-        });
-  });
-}
+    return !few || TeamSizes<S>::kRows <= 64;
+  }
+};
 
 }  // namespace
 
 pydet_status load_keys_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
-  return with_kernel(
-      p, way, [&](auto kernel) { return load(name, kernel, shared_bytes(way.width)); },
-      [&](auto kernel, auto shape) { return load(name, kernel, TeamSizes<decltype(shape)>::kBytes); });
+  return load_side<OfKeys>(name, p, way);
 }
-
 pydet_status make_keys_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
-  const Attention &f = p.forward;
-  const auto shape_of = [&](int64_t blocks, int threads, int bytes) {
-    Launch one = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
-    one.loaded = true;
-    return one;
-  };
-  return with_kernel(
-      p, way,
-      [&](auto kernel) {
-        const int64_t slices = divide_up(f.d > f.e ? f.d : f.e, kColumns),
-                      blocks = slices * f.groups * f.sequences * divide_up(f.keys, kRows);
-        return launch(shape_of(blocks, kThreads, shared_bytes(way.width)), kernel, p, score_scale(f), way, slices);
-      },
-      [&](auto kernel, auto shape) {
-        using Sizes = TeamSizes<decltype(shape)>;
-        const int64_t blocks = f.groups * f.sequences * divide_up(f.keys, Sizes::kRows);
-        return launch(shape_of(blocks, Sizes::kThreads, Sizes::kBytes), kernel, p, score_scale(f),
-                      again_way<decltype(shape)>(f));
-      });
+  return make_side<OfKeys>(name, p, way);
 }
 
 }  // namespace pydet

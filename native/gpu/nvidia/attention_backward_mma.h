@@ -246,6 +246,29 @@ template <Type type> class Products {
   const int stride_;  // of the operands in shared memory
 };
 
+// What a block of the general kernels works at.
+struct GeneralTile {
+  const AttentionBackward &p_;
+  const Attention &f_;
+  const ScoreScale &scale_;
+  Shared &shared_;
+  const int s_, group_, column0_;
+  const Extent &extent_;
+  __device__ GeneralTile(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared, int64_t s,
+                         int64_t group, int column0)
+      : p_(problem),
+        f_(problem.forward),
+        scale_(scale),
+        shared_(shared),
+        s_(int(s)),
+        group_(int(group)),
+        column0_(column0),
+        extent_(shared.extent) {
+    if (threadIdx.x == 0) shared.extent = extent_of(f_, s);
+    meet_all();
+  }
+};
+
 __device__ __forceinline__ void clear(Sums &sums) {
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i)

@@ -9,6 +9,9 @@
 //   operands that they are in registers. Warps of 32 rows read half as often what is walked as warps of 16.
 #pragma once
 
+#include <type_traits>
+
+#include "gpu/device.h"
 #include "gpu/nvidia/attention_backward_mma.h"
 
 namespace pydet {
@@ -66,14 +69,16 @@ template <class S> bool fits(const Attention &f) {
   constexpr int depth = S::shape.depth;
   return f.d <= depth && f.e <= depth && TeamSizes<S>::kBytes <= gpu_shared_bytes(f.device.id);
 }
-// fast(shape) with the first of the shapes that fits and is good(shape), or general().
-template <class... Shapes, class Good, class Fast, class General>
-pydet_status with_shape(const AttentionBackward &p, const AttentionBackwardWay &way, Good good, Fast fast,
+// fast(shape) with the first of the shapes that fits and suits a side, or general().
+template <class... S> struct TeamShapes {};
+template <class Side, class Fast, class General, class... S>
+pydet_status with_shape(TeamShapes<S...>, const AttentionBackward &p, const AttentionBackwardWay &way, Fast fast,
                         General general) {
+  const Attention &f = p.forward;
   pydet_status status = PYDET_OK;
   bool found = false;
   if (takes_teams(p, way))
-    ((found = found || (fits<Shapes>(p.forward) && good(Shapes()) && (status = fast(Shapes()), true))), ...);
+    ((found = found || (fits<S>(f) && Side::template suits<S>(f) && (status = fast(S()), true))), ...);
   return found ? status : general();
 }
 // How the general kernel makes a tile again in so much shared memory.
@@ -282,6 +287,122 @@ template <Type type, class S> class Team : public TeamSizes<S> {
     }
   }
 };
+
+// What a block of the fast kernels works at.
+struct FastTile {
+  const AttentionBackward &p_;
+  const Attention &f_;
+  const ScoreScale &scale_;
+  char *shared_;
+  const int sequence_, group_;
+};
+
+// ---- Kernels and launches, of a side: OfKeys or OfQueries ----------------------------------------------------------
+
+// Blocks: slices of columns, groups and sequences beside each other, then tiles.
+template <class Side, Type type, bool adjusts>
+__global__ void __launch_bounds__(kThreads, 2)
+    attention_backward_general_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale,
+                                      const AttentionBackwardWay way, const int64_t tiles) {
+  extern __shared__ __align__(128) char shared[];
+  const Attention &f = p.forward;
+  const int64_t slices = divide_up(Side::columns(f), kColumns);
+  int64_t number = blockIdx.x;
+  const int64_t slice = number % slices, group = number / slices % f.groups;
+  number = number / slices / f.groups;
+  const int64_t down = number / f.sequences, tile = Side::descends ? tiles - 1 - down : down;
+  typename Side::template General<type, adjusts> one(p, scale, *reinterpret_cast<Shared *>(shared), way, tile,
+                                                     number % f.sequences, group, int(slice * kColumns));
+  if (one.empty()) return;
+  bool careful = false;
+  do one.walk(careful);
+  while (!careful && (careful = one.astray()));
+  one.store();
+}
+
+// In tiles of the general kernel, `times` of which are one.
+template <class Side, Type type>
+__device__ __noinline__ void make_again(const AttentionBackward &p, const ScoreScale &scale, char *shared,
+                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence, int64_t group,
+                                        int times) {
+#pragma unroll 1
+  for (int64_t t = tile * times; t < (tile + 1) * times; ++t)
+#pragma unroll 1
+    for (int column0 = 0; column0 < Side::columns(p.forward); column0 += kColumns) {
+      meet_all();
+      typename Side::template General<type, false> one(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence,
+                                                       group, column0);
+      if (one.empty()) break;
+      one.walk(true);
+      one.store();
+    }
+}
+
+template <class Side, Type type, class S>
+__global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
+    attention_backward_fast_kernel(const __grid_constant__ AttentionBackward p,
+                                   const __grid_constant__ ScoreScale scale,
+                                   const __grid_constant__ AttentionBackwardWay way, const uint32_t tiles) {
+  extern __shared__ __align__(128) char shared[];
+  uint32_t number = blockIdx.x;
+  const uint32_t groups = uint32_t(p.forward.groups), sequences = uint32_t(p.forward.sequences);
+  const int group = int(number % groups);
+  number /= groups;
+  const uint32_t down = number / sequences;
+  const int sequence = int(number % sequences), tile = int(Side::descends ? tiles - 1 - down : down);
+  bool again;
+  {
+    typename Side::template Fast<type, S> one(p, scale, shared, sequence, group);
+    again = one.make(tile);
+  }
+  if (again && threadIdx.x < unsigned(kThreads))
+    make_again<Side, type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
+}
+
+// general(kernel) or fast(kernel, its shape) of the one that takes it.
+template <class Side, class General, class Fast>
+pydet_status with_kernel(const AttentionBackward &p, const AttentionBackwardWay &way, General general, Fast fast) {
+  return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
+    constexpr Type type = decltype(element)::value;
+    return with_shape<Side>(
+        typename Side::Shapes(), p, way,
+        [&](auto shape) { return fast(attention_backward_fast_kernel<Side, type, decltype(shape)>, shape); },
+        [&] {
+          return adjusts_scores(p.forward) ? general(attention_backward_general_kernel<Side, type, true>)
+                                           : general(attention_backward_general_kernel<Side, type, false>);
+        });
+  });
+}
+
+template <class Side>
+pydet_status load_side(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
+  return with_kernel<Side>(
+      p, way, [&](auto kernel) { return load(name, kernel, shared_bytes(way.width)); },
+      [&](auto kernel, auto shape) { return load(name, kernel, TeamSizes<decltype(shape)>::kBytes); });
+}
+
+template <class Side>
+pydet_status make_side(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
+  const Attention &f = p.forward;
+  const auto shape_of = [&](int64_t blocks, int threads, int bytes) {
+    Launch one = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
+    one.loaded = true;
+    return one;
+  };
+  return with_kernel<Side>(
+      p, way,
+      [&](auto kernel) {
+        const int64_t tiles = divide_up(Side::extent(f), kRows),
+                      blocks = divide_up(Side::columns(f), kColumns) * f.groups * f.sequences * tiles;
+        return launch(shape_of(blocks, kThreads, shared_bytes(way.width)), kernel, p, score_scale(f), way, tiles);
+      },
+      [&](auto kernel, auto shape) {
+        using Sizes = TeamSizes<decltype(shape)>;
+        const int64_t tiles = divide_up(Side::extent(f), Sizes::kRows), blocks = f.groups * f.sequences * tiles;
+        return launch(shape_of(blocks, Sizes::kThreads, Sizes::kBytes), kernel, p, score_scale(f),
+                      again_way<decltype(shape)>(f), uint32_t(tiles));
+      });
+}
 
 #endif
 

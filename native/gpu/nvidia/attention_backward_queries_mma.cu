@@ -3,27 +3,15 @@
 // walk the contract's blocks of keys from the last, each from its first key.
 
 #include "gpu/nvidia/attention_backward_mma_team.h"
-#include "gpu/device.h"
 
 namespace pydet {
 namespace {
 
-template <Type type, bool adjusts> class Queries {
+template <Type type, bool adjusts> class Queries : GeneralTile {
  public:
   __device__ Queries(const AttentionBackward &problem, const ScoreScale &scale, Shared &shared,
                      const AttentionBackwardWay &way, int64_t tile, int64_t s, int64_t group, int column0)
-      : p_(problem),
-        f_(problem.forward),
-        scale_(scale),
-        shared_(shared),
-        products_(shared, way, f_),
-        s_(int(s)),
-        group_(int(group)),
-        column0_(column0),
-        extent_(shared.extent),
-        row0_(tile * kRows) {
-    if (threadIdx.x == 0) shared.extent = extent_of(f_, s);
-    meet_all();
+      : GeneralTile(problem, scale, shared, s, group, column0), products_(shared, way, f_), row0_(tile * kRows) {
     const int64_t rows = extent_.queries * heads_of_group(f_) - row0_;
     rows_ = rows < 0 ? 0 : rows < kRows ? int(rows) : kRows;
     if (rows_ == 0) return;
@@ -150,13 +138,7 @@ template <Type type, bool adjusts> class Queries {
     else products_.add(sums, gradients, 0, column0_);
   }
 
-  const AttentionBackward &p_;
-  const Attention &f_;
-  const ScoreScale &scale_;
-  Shared &shared_;
   Products<type> products_;
-  const int s_, group_, column0_;
-  const Extent &extent_;
   const int64_t row0_;
   int rows_;
   int from_, to_;          // keys that any row may see
@@ -165,47 +147,10 @@ template <Type type, bool adjusts> class Queries {
   Sums dq_;
 };
 
-// Tiles from the last, whose rows see most keys where attention is causal.
-template <Type type, bool adjusts>
-__global__ void __launch_bounds__(kThreads, 2)
-    queries_kernel(const __grid_constant__ AttentionBackward p, const ScoreScale scale, const AttentionBackwardWay way,
-                   const int64_t tiles) {
-  extern __shared__ __align__(128) char shared[];
-  const Attention &f = p.forward;
-  const int64_t slices = (f.d + kColumns - 1) / kColumns;
-  int64_t number = blockIdx.x;
-  const int64_t slice = number % slices, group = number / slices % f.groups;
-  number = number / slices / f.groups;
-  Queries<type, adjusts> queries(p, scale, *reinterpret_cast<Shared *>(shared), way, tiles - 1 - number / f.sequences,
-                                 number % f.sequences, group, int(slice * kColumns));
-  if (queries.empty()) return;
-  bool careful = false;
-  do queries.walk(careful);
-  while (!careful && (careful = queries.astray()));
-  queries.store();
-}
-
 // ---- Fast kernels ----------------------------------------------------------------------------------------------------
 
-// In tiles of the general kernel, `times` of which are one.
-template <Type type>
-__device__ __noinline__ void make_again(const AttentionBackward &p, const ScoreScale &scale, char *shared,
-                                        const AttentionBackwardWay &way, int64_t tile, int64_t sequence, int64_t group,
-                                        int times) {
-#pragma unroll 1
-  for (int64_t t = tile * times; t < (tile + 1) * times; ++t)
-#pragma unroll 1
-    for (int column0 = 0; column0 < p.forward.d; column0 += kColumns) {
-      meet_all();
-      Queries<type, false> queries(p, scale, *reinterpret_cast<Shared *>(shared), way, t, sequence, group, column0);
-      if (queries.empty()) break;
-      queries.walk(true);
-      queries.store();
-    }
-}
-
 // A block has a tile of rows and all columns of dq.
-template <Type type, class S> class FastQueries {
+template <Type type, class S> class FastQueries : FastTile {
   using T = Team<type, S>;
   static constexpr TeamShape s = S::shape;
 
@@ -223,13 +168,8 @@ template <Type type, class S> class FastQueries {
 
   __device__ FastQueries(const AttentionBackward &problem, const ScoreScale &scale, char *shared, int sequence,
                          int group)
-      : p_(problem),
-        f_(problem.forward),
-        scale_(scale),
-        shared_(shared),
-        header_(*reinterpret_cast<Header *>(shared)),
-        sequence_(sequence),
-        group_(group) {}
+      : FastTile{problem, problem.forward, scale, shared, sequence, group},
+        header_(*reinterpret_cast<Header *>(shared)) {}
 
   // dq, or what make_again is for: then true.
   __device__ __forceinline__ bool make(int64_t tile) {
@@ -378,36 +318,11 @@ template <Type type, class S> class FastQueries {
       }
   }
 
-  const AttentionBackward &p_;
-  const Attention &f_;
-  const ScoreScale &scale_;
-  char *shared_;
   Header &header_;
-  const int sequence_, group_;
   int from_, to_;   // keys that any row may see
   int2 any_, all_;  // those that any of the team's may see, and all
   typename T::ColumnSums dq_, sums_;
 };
-
-// Tiles from the last, whose rows see most keys where attention is causal.
-template <Type type, class S>
-__global__ void __launch_bounds__(TeamSizes<S>::kThreads, S::shape.blocks)
-    fast_queries_kernel(const __grid_constant__ AttentionBackward p, const __grid_constant__ ScoreScale scale,
-                        const __grid_constant__ AttentionBackwardWay way, const uint32_t tiles) {
-  extern __shared__ __align__(128) char shared[];
-  uint32_t number = blockIdx.x;
-  const uint32_t groups = uint32_t(p.forward.groups), sequences = uint32_t(p.forward.sequences);
-  const int group = int(number % groups);
-  number /= groups;
-  const int sequence = int(number % sequences), tile = int(tiles - 1 - number / sequences);
-  bool again;
-  {
-    FastQueries<type, S> queries(p, scale, shared, sequence, group);
-    again = queries.make(tile);
-  }
-  if (again && threadIdx.x < unsigned(kThreads))
-    make_again<type>(p, scale, shared, way, tile, sequence, group, TeamSizes<S>::kRows / kRows);
-}
 
 // TFLOP/s of their three products on an H200, 4096 queries and keys, without a mask: 257, 299, 283 and 287 (of which one
 // multiprocessor had two), 242 and 186.
@@ -418,49 +333,26 @@ using Short = TeamOf<4, 1, 16, 64, 128, 2, 1>;      // the same, where shared me
 using Wide = TeamOf<8, 4, 32, 64, 256, 1, 1>;       // of up to 256
 using WideShort = TeamOf<8, 2, 16, 32, 256, 1, 1>;  // the same, where shared memory is short
 
-// general(kernel) or fast(kernel, its shape) of the one that takes it.
-template <class General, class Fast>
-pydet_status with_kernel(const AttentionBackward &p, const AttentionBackwardWay &way, General general, Fast fast) {
-  return with_type<kHalfTypes>(p.forward.q.type, [&](auto element) {
-    constexpr Type type = decltype(element)::value;
-    const bool room = gpu_shared_bytes(p.forward.device.id) >= 2 * (TeamSizes<Usual>::kBytes + 1024);
-    return with_shape<Narrow, Usual, Alone, Short, Wide, WideShort>(
-        p, way, [&](auto shape) { return room || !std::is_same<decltype(shape), Usual>::value; },
-        [&](auto shape) { return fast(fast_queries_kernel<type, decltype(shape)>, shape); },
-        [&] {
-          return adjusts_scores(p.forward) ? general(queries_kernel<type, true>) : general(queries_kernel<type, false>);
-        });
-  });
-}
+// Tiles from the last, whose rows see most keys where attention is causal.
+struct OfQueries {
+  template <Type type, bool adjusts> using General = Queries<type, adjusts>;
+  template <Type type, class S> using Fast = FastQueries<type, S>;
+  using Shapes = TeamShapes<Narrow, Usual, Alone, Short, Wide, WideShort>;
+  static constexpr bool descends = true;
+  PYDET_HD static int64_t extent(const Attention &f) { return rows_of_group(f); }
+  PYDET_HD static int64_t columns(const Attention &f) { return f.d; }
+  template <class S> static bool suits(const Attention &f) {
+    return !std::is_same<S, Usual>::value || gpu_shared_bytes(f.device.id) >= 2 * (TeamSizes<Usual>::kBytes + 1024);
+  }
+};
 
 }  // namespace
 
 pydet_status load_queries_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
-  return with_kernel(
-      p, way, [&](auto kernel) { return load(name, kernel, shared_bytes(way.width)); },
-      [&](auto kernel, auto shape) { return load(name, kernel, TeamSizes<decltype(shape)>::kBytes); });
+  return load_side<OfQueries>(name, p, way);
 }
-
 pydet_status make_queries_mma(const char *name, const AttentionBackward &p, const AttentionBackwardWay &way) {
-  const Attention &f = p.forward;
-  const auto shape_of = [&](int64_t blocks, int threads, int bytes) {
-    Launch one = {name, static_cast<gpu_stream>(f.stream), grid_of(blocks, threads), dim3(threads), bytes};
-    one.loaded = true;
-    return one;
-  };
-  return with_kernel(
-      p, way,
-      [&](auto kernel) {
-        const int64_t tiles = divide_up(rows_of_group(f), kRows),
-                      blocks = divide_up(f.d, kColumns) * f.groups * f.sequences * tiles;
-        return launch(shape_of(blocks, kThreads, shared_bytes(way.width)), kernel, p, score_scale(f), way, tiles);
-      },
-      [&](auto kernel, auto shape) {
-        using Sizes = TeamSizes<decltype(shape)>;
-        const int64_t tiles = divide_up(rows_of_group(f), Sizes::kRows), blocks = f.groups * f.sequences * tiles;
-        return launch(shape_of(blocks, Sizes::kThreads, Sizes::kBytes), kernel, p, score_scale(f),
-                      again_way<decltype(shape)>(f), uint32_t(tiles));
-      });
+  return make_side<OfQueries>(name, p, way);
 }
 
 }  // namespace pydet

@@ -124,8 +124,6 @@ constexpr auto kGemm =
               std::make_integer_sequence<int, kOtherCount>());
 
 constexpr uint64_t kScaledTile = kBatch | kBias | kAccumulate;
-constexpr uint64_t kAllOfScaled =
-    kScaledTile | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;
 constexpr uint64_t kScaledSkinny = kBias | kAccumulate | kColumnScales;
 template <int rows> constexpr Kernel<ScaledGemm> scaled_skinny_row(const char *name) {
   return Row(name, scaled_skinny_types(rows), Arithmetic::sm90, kSm90a, kScaledSkinny)
@@ -137,7 +135,7 @@ template <int tile> constexpr Kernel<ScaledGemm> scaled_tile_row() {
       .chooses(scaled_gemm_sm90_choose, tile)
       .launches(scaled_gemm_sm90<tile>);
 }
-constexpr int kScaledOthers = 8;
+constexpr int kScaledOthers = 11;
 template <int... tiles>
 constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scaled_rows(
     std::integer_sequence<int, tiles...>) {
@@ -146,12 +144,19 @@ constexpr std::array<Kernel<ScaledGemm>, kScaledOthers + sizeof...(tiles)> scale
       scaled_skinny_row<32>("cuda_scaled_gemm_sm90_skinny_32"),
       scaled_skinny_row<48>("cuda_scaled_gemm_sm90_skinny_48"),
       scaled_skinny_row<64>("cuda_scaled_gemm_sm90_skinny_64"),
+      scaled_skinny_row<80>("cuda_scaled_gemm_sm90_skinny_80"),
       scaled_skinny_row<96>("cuda_scaled_gemm_sm90_skinny_96"),
       scaled_skinny_row<128>("cuda_scaled_gemm_sm90_skinny_128"),
       scaled_tile_row<tiles>()...,
       Row(kFp8Rest.name, kFp8Rest.types, Arithmetic::sm90, kSm90a, kScaledTile | kChunks | kColumnScales)
           .launches(scaled_gemm_sm90_rest),
-      Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kAllOfScaled)
+      Row("cuda_scaled_gemm_sm90_fine", kFp8Types, Arithmetic::sm90, kSm90a, kScaledSkinny | kGroupScales)
+          .takes(scaled_fine_sm90_takes)
+          .launches(scaled_fine_sm90),
+      Row("cuda_scaled_skinny_ieee", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledSkinny | kOutAlongM)
+          .takes(scaled_skinny_ieee_takes)
+          .launches(scaled_skinny_ieee),
+      Row("cuda_scaled_gemm_ieee_64x64", kFp8Types, Arithmetic::ieee, kFromSm80, kScaledGemmFeatures)
           .launches(scaled_gemm_ieee_64x64),
   }};
 }
@@ -193,6 +198,15 @@ constexpr Kernel<RmsNorm> kRmsNorm[] = {
         .launches(rmsnorm_unaligned),
     Row("cuda_rmsnorm_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNorm | kOfHeads)
         .launches(rmsnorm_general),
+};
+
+constexpr uint64_t kAllOfNormQuantize = kAllOfNorm | kGivenScales | kRowScales | kGroupScales;
+constexpr Kernel<RmsNormQuantize> kRmsNormQuantize[] = {
+    Row("cuda_rmsnorm_quantize_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNormQuantize)
+        .takes(rmsnorm_quantize_held_takes)
+        .launches(rmsnorm_quantize_held),
+    Row("cuda_rmsnorm_quantize_general", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfNormQuantize | kWideSum)
+        .launches(rmsnorm_quantize_general),
 };
 
 constexpr Kernel<RmsNormBackward> kRmsNormBackward[] = {
@@ -592,14 +606,14 @@ constexpr Backend cuda() {
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
-             table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward));
+  backend.tables = tables(
+      table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+      table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+      table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+      table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+      table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+      table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
+      table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
   return backend;
 }
 

@@ -63,8 +63,8 @@ __device__ __forceinline__ float part(const float4 &v, int i) {
 }
 
 // Rows of kTokens tokens on their way to shared memory, as they lie in memory: of a thread kOwn elements, in pieces of
-// neighbours. Rows that are not whole pieces are read when they are stored. sure: they are known to be, of kElements.
-template <int kTokens, int kElements, int threads, bool sure = false> struct Rows {
+// neighbours. Rows that are not whole pieces are read when they are stored.
+template <int kTokens, int kElements, int threads> struct Rows {
   static constexpr int kOwn = kTokens * kElements / threads, kPiece = kOwn < 4 ? kOwn : 4, kPieces = kOwn / kPiece;
   static_assert(kTokens * kElements % threads == 0 && (kPiece == 1 || kPiece == 2 || kPiece == 4) &&
                 kOwn % kPiece == 0);
@@ -95,7 +95,7 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
       const int place = (j * threads + thread) * kPiece, n = place % kElements;
       const int64_t t = from + place / kElements;
       Bits got = {};
-      if ((sure || n < count) && t < to) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
+      if (n < count && t < to) got = *reinterpret_cast<const Bits *>(x.at(at + t * x.stride[1] + n));
       uint32_t words[4] = {};
       memcpy(words, &got, sizeof got);
 #pragma unroll
@@ -104,7 +104,7 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
   }
   // Sets out to read the rows of the tokens from `from` on that are before `to`.
   __device__ __forceinline__ void load(int64_t from, int64_t to) {
-    if (!sure && !pieces) {
+    if (!pieces) {
       token = from, end = to;
       return;
     }
@@ -141,7 +141,7 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
     }
   }
   __device__ __forceinline__ void store(float *to) const {
-    if (!sure && !pieces) {
+    if (!pieces) {
 #pragma unroll 1
       for (int i = own_thread(); i < kTokens * kElements; i += threads) {
         const int n = i % kElements;
@@ -162,6 +162,68 @@ template <int kTokens, int kElements, int threads, bool sure = false> struct Row
 inline bool rows_in_pieces(const Strided &x, int64_t elements) {
   return elements % 4 == 0 && x.stride[3] == 1 && x.stride[0] % 4 == 0 && x.stride[1] % 4 == 0 &&
          x.stride[2] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % (4 * size_of(x.type)) == 0;
+}
+
+// A tile's rows on their way to shared memory, in pieces of four.
+// bf16: they are known to be.
+template <int kTokens, int kElements, int threads, bool bf16 = false> struct Pieces {
+  static constexpr int kOfRow = kElements / 4, kAll = kTokens * kOfRow;
+  static constexpr int kPass = threads / kOfRow;  // tokens at a time
+  static constexpr int kCount = kAll < threads ? 1 : kAll / threads;
+  static_assert(threads % kOfRow == 0);
+  const char *at;
+  int64_t of_token;  // bytes
+  Type type;
+  uint32_t bits[kCount][bf16 ? 2 : 4];
+
+  __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token)
+      : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type) {
+    go_to(rows, first, token);
+  }
+  __device__ __forceinline__ void go_to(const Strided &rows, int64_t first, int64_t token) {
+    at = rows.at(first + threadIdx.x % kOfRow * 4) + (token + threadIdx.x / kOfRow) * of_token;
+  }
+  template <class Bits> __device__ __forceinline__ void load_as(int left) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      Bits got = {};
+      const int token = int(threadIdx.x) / kOfRow + j * kPass;
+      if (token < left && token < kTokens) got = *reinterpret_cast<const Bits *>(at + j * kPass * of_token);
+      memcpy(bits[j], &got, sizeof got);
+    }
+    at += kTokens * of_token;
+  }
+  // Sets out to read the next tile's rows, of which `left` are there.
+  __device__ __forceinline__ void load(int left) {
+    if constexpr (bf16) load_as<uint2>(left);
+    else if (type == Type::f32) load_as<uint4>(left);
+    else load_as<uint2>(left);
+  }
+  template <Type of> __device__ __forceinline__ void store_as(float *to) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (kAll < threads && int(threadIdx.x) >= kAll) break;
+      float y[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = bits[j][of == Type::f32 ? i : i / 2];
+        if constexpr (of == Type::f32) y[i] = float_of(word);
+        else if constexpr (of == Type::bf16) y[i] = f32_from_bf16(uint16_t(word >> i % 2 * 16));
+        else y[i] = f32_from_f16(uint16_t(word >> i % 2 * 16));
+      }
+      *reinterpret_cast<float4 *>(to + (j * threads + int(threadIdx.x)) * 4) = make_float4(y[0], y[1], y[2], y[3]);
+    }
+  }
+  __device__ __forceinline__ void store(float *to) const {
+    if constexpr (bf16) store_as<Type::bf16>(to);
+    else if (type == Type::f32) store_as<Type::f32>(to);
+    else if (type == Type::bf16) store_as<Type::bf16>(to);
+    else store_as<Type::f16>(to);
+  }
+};
+
+inline bool all_bf16(const Strided &a, const Strided &b, const Strided &c, const Strided &d) {
+  return a.type == Type::bf16 && b.type == Type::bf16 && c.type == Type::bf16 && d.type == Type::bf16;
 }
 
 // A column's states, whose elements lie `apart` and are aligned as four where `vectors` says so; what is absent is +0.

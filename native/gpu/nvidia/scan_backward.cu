@@ -4,6 +4,7 @@
 #include "core/error.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/scan.h"
+#include "gpu/nvidia/scan_tiles.h"
 
 namespace pydet {
 namespace {
@@ -15,11 +16,11 @@ namespace {
 // within a warp, whose columns are 8 apart, and then through shared memory; one block's are parts of a sum that a kernel
 // behind adds up.
 //
-// Two chains walk the tokens: the states forwards, their gradients backwards. Neither needs the other, so blocks of their own
-// walk them first and keep what is at each tile's begin, or end; then each tile is taken back by a block of its own, all of
-// them side by side. What is kept at a tile's end lies where the tile's parts of sums will. With a decay for each state,
-// whose gradient is a chain of a column over its tokens, and of many states, of which a tile's parts are too few, one block
-// does both, a tile after the other.
+// Two chains walk the tokens: the states forwards, their gradients backwards. Neither needs the other, so of states that fill
+// up to four rounds blocks of their own walk them first and keep what is at each tile's begin, or end; then each tile is taken
+// back by a block of its own, all of them side by side (scan_tiles.h). What is kept at a tile's end lies where the tile's
+// parts of sums will. Of other states, whose tiles' parts may be too few, with a decay for each state, whose gradient is a
+// chain of a column over its tokens, and of columns that fill no block, the kernels here do both, a tile after the other.
 
 constexpr int64_t kMostHeldStates = 256, kMostOwnRates = 128;  // of a column, beyond which registers spill
 constexpr int kWarps = kThreads / 32;
@@ -42,16 +43,6 @@ template <int kRounds> struct BackTile {
   float terms[kTokens][3 * kColumns + 1];  // of sums over a head's columns
   alignas(16) float4 held[held_tokens(kRounds)][kRounds][kThreads];
 };
-
-// Which of the two walks, or a tile, a block does, or all.
-enum class Part { walks, tiles, all };
-// Whether tiles may be taken back side by side: a tile's parts are to have room for the gradients at its end. States are
-// then all that the rounds have, which saves registers.
-PYDET_HD constexpr bool tiles_apart(int rounds) { return 2 * checkpoint_tokens(rounds * kScanRound) >= kColumns; }
-
-// Blocks whose registers a multiprocessor is to hold: walks by long tiles have many numbers on their way.
-template <int kRounds, Part part_of>
-constexpr int kBlocksHeld = part_of == Part::tiles || (part_of == Part::walks && kRounds > 2) ? 2 : 1;
 
 // Rounds whose sums over columns are made at a time.
 PYDET_HD constexpr int joined_rounds(int rounds) { return rounds < 2 ? rounds : 2; }
@@ -93,118 +84,36 @@ __device__ __forceinline__ void write_parts(const float (&parts)[2][kWarps][kEle
   }
 }
 
-// The chain of a token's numbers from column `first` to before `end`.
-__device__ __forceinline__ float chain_of(const float *terms, int first, int end) {
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int i = first; i < end; ++i) sum = sum + terms[i];
-  return sum;
+template <int kRounds>
+__device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to, int64_t states) {
+  keep_at<false>(state, to + own_column() * states, states);
 }
-
-// A column's states, one behind the other. vectors: all that the rounds have, and aligned.
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float *to, int64_t states) {
-  float *const own = to + scan_lane() * kScanLaneElements;
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if constexpr (vectors)
-      *reinterpret_cast<float4 *>(own + r * kScanRound) =
-          make_float4(state[r][0], state[r][1], state[r][2], state[r][3]);
-    else
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
-  }
-}
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void restore_from(float (&state)[kRounds][4], const float *from, int64_t states) {
-  const float *own = from + scan_lane() * kScanLaneElements;
+template <int kRounds>
+__device__ __forceinline__ void restore(float (&state)[kRounds][4], const float *from, int64_t states) {
+  const float *own = from + own_column() * states + scan_lane() * kScanLaneElements;
   make_opaque(own);  // else a place of each round would be kept
 #pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if constexpr (vectors) {
-      const float4 got = *reinterpret_cast<const float4 *>(own + r * kScanRound);
+  for (int r = 0; r < kRounds; ++r)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = part(got, i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
-    }
-  }
-}
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void keep(const float (&state)[kRounds][4], float *to, int64_t states) {
-  keep_at<vectors>(state, to + own_column() * states, states);
-}
-template <bool vectors, int kRounds>
-__device__ __forceinline__ void restore(float (&state)[kRounds][4], const float *from, int64_t states) {
-  restore_from<vectors>(state, from + own_column() * states, states);
-}
-
-// Where what is kept of column c at the end of the tile of tokens from `token` on lies: among the parts of the tile's sums.
-__device__ __forceinline__ float *gradient_at(const ScanWorkspace &workspace, int64_t token, int64_t group,
-                                              int64_t block, int c) {
-  return workspace.row(c % 2, token + c / 2, group, block);
-}
-
-// The sequence and tile of the i-th of all kept states.
-struct TileOf {
-  int64_t sequence, from;
-  Sequences::Range range;
-};
-__device__ __forceinline__ TileOf tile_of(const Sequences &sequences, int64_t i, int tokens) {
-  const auto begin = [&](int64_t s) {
-    const Sequences::Range range = sequences.range(s);
-    return (range.batch * sequences.tokens + range.begin) / tokens + s;
-  };
-  int64_t low = 0, high = sequences.count;  // the last sequence that begins no later is one of [low, high)
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (begin(middle) <= i) low = middle;
-    else high = middle;
-  }
-  return {low, (i - begin(low)) * tokens, sequences.range(low)};
-}
-PYDET_HD int64_t tiles_of(const Sequences &sequences, int64_t tokens_of_tile) {
-  const int64_t tokens = sequences.starts ? sequences.tokens : sequences.count * sequences.tokens;
-  return tokens / tokens_of_tile + sequences.count;
+    for (int i = 0; i < 4; ++i) state[r][i] = state_of(r, i) < states ? own[r * kScanRound + i] : 0.0f;
 }
 
 // Walks the tokens of a sequence forwards and keeps the states before each tile: fetch(from) sets out to read a tile's
 // operands, place() has them in shared memory, step(i, state) takes the state over its token i.
-template <bool vectors, int kRounds, class Kept, class Fetch, class Place, class Step>
+template <int kRounds, class Kept, class Fetch, class Place, class Step>
 __device__ __forceinline__ void walk_states(int64_t tokens, int64_t states, const Kept &kept,
                                             float (&state)[kRounds][4], const Fetch &fetch, const Place &place,
                                             const Step &step) {
   constexpr int kTokens = BackTile<kRounds>::kTokens;
   if (tokens > kTokens) fetch(0);
   for (int64_t from = 0; from < tokens; from += kTokens) {
-    keep<vectors>(state, kept(from), states);
+    keep(state, kept(from), states);
     if (from + kTokens >= tokens) break;
     place();
     __syncthreads();
     if (from + 2 * kTokens < tokens) fetch(from + kTokens);
 #pragma unroll 1
     for (int i = 0; i < kTokens; ++i) step(i, state);
-    __syncthreads();
-  }
-}
-
-// Walks them backwards and keeps the gradients behind each tile but the last one: through(i) takes them over a token.
-template <int kRounds, class Keep, class Fetch, class Place, class Through>
-__device__ __forceinline__ void walk_gradients(int64_t tokens, const Keep &keep_behind, const Fetch &fetch,
-                                               const Place &place, const Through &through) {
-  constexpr int kTokens = BackTile<kRounds>::kTokens;
-  int64_t from = (tokens - 1) / kTokens * kTokens;
-  if (tokens > 0) fetch(from);
-  for (; from >= 0 && tokens > 0; from -= kTokens) {
-    place();
-    __syncthreads();
-    if (from > 0) fetch(from - kTokens);
-    const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
-#pragma unroll 1
-    for (int i = count - 1; i >= 0; --i) through(i);
-    if (from > 0) keep_behind(from - kTokens);
     __syncthreads();
   }
 }
@@ -219,13 +128,13 @@ __device__ __forceinline__ void take_tiles(int64_t tokens, int64_t &from, const 
 }
 
 // Takes the `count` tokens of a tile back, whose operands are in shared memory: back(i, before) a token.
-template <bool vectors, int kRounds, class Step, class Back>
+template <int kRounds, class Step, class Back>
 __device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, const float *kept, int64_t states,
                                           float (&state)[kRounds][4], const Step &step, const Back &back) {
   constexpr int kHeld = held_tokens(kRounds);
 #pragma unroll 1
   for (int low = (count - 1) / kHeld * kHeld; low >= 0; low -= kHeld) {
-    restore<vectors>(state, kept, states);
+    restore(state, kept, states);
     const int end = low + kHeld < count ? low + kHeld : count;
 #pragma unroll 1
     for (int i = 0; i < end; ++i) {
@@ -250,31 +159,24 @@ __device__ __forceinline__ void take_back(BackTile<kRounds> &tile, int count, co
 
 // ---- The selective scan ------------------------------------------------------------------------------------------------
 
-template <int kRounds, bool each_state, Part part_of>
-__global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
+template <int kRounds, bool each_state>
+__global__ void __launch_bounds__(kThreads, 1)
     selective_back_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
-  constexpr bool whole = part_of != Part::all;  // the states are all that the rounds have
-  const int64_t states = whole ? kRounds * kScanRound : p.states;
+  const int64_t states = p.states;
   enum { kX, kDt, kDecay, kDy };
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int64_t of_group = p.heads / p.groups * p.width, in_group = p.workspace.blocks;
   const int own = own_column(), left = left_of(states), lane = scan_lane();
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t block = job % in_group, group = job / in_group % p.groups, outer = job / in_group / p.groups;
-    const bool backwards = part_of == Part::walks && outer % 2;
-    const TileOf of = part_of == Part::tiles ? tile_of(p.sequences, outer, Tile::kTokens) : TileOf{};
-    const int64_t sequence = part_of == Part::tiles ? of.sequence : part_of == Part::walks ? outer / 2 : outer;
-    const Sequences::Range range = part_of == Part::tiles ? of.range : p.sequences.range(sequence);
+    const int64_t block = job % in_group, group = job / in_group % p.groups, sequence = job / in_group / p.groups;
+    const Sequences::Range range = p.sequences.range(sequence);
     const int64_t tokens = range.end - range.begin;
-    if (part_of == Part::tiles && of.from >= tokens) continue;
     const int64_t first = block * kColumns, at_group = group * of_group + first;
     const int columns = of_group - first < kColumns ? int(of_group - first) : kColumns;
     const bool mine = own < columns;
-    using Index = std::conditional_t<whole, int32_t, int64_t>;  // tiles_fit has seen that they suffice
-    const Index head = Index((at_group + (mine ? own : 0)) / p.width),
-                column = Index((at_group + (mine ? own : 0)) % p.width);
+    const int64_t head = (at_group + (mine ? own : 0)) / p.width, column = (at_group + (mine ? own : 0)) % p.width;
     const int64_t begin = range.batch * p.sequences.tokens + range.begin;
     float state[kRounds][4], gradient[kRounds][4];
     constexpr int kOwn = each_state ? kRounds : 1;
@@ -287,13 +189,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       return first_kept + after / Tile::kTokens * p.workspace.groups * p.workspace.blocks * p.workspace.block_floats();
     };
     const auto given = [&](const Strided &from, float(&to)[kRounds][4]) {
-      load_states(from, of_states(from), from.stride[3], left, mine && from.data, whole_vectors(from, states, whole),
-                  to);
+      load_states(from, of_states(from), from.stride[3], left, mine && from.data, false, to);
     };
-    if (part_of != Part::tiles && !backwards) given(p.initial, state);
-    if (part_of == Part::tiles && of.from + Tile::kTokens < tokens)
-      restore_from<whole>(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
-    else if (part_of != Part::walks || backwards) given(p.dfinal, gradient);
+    given(p.initial, state), given(p.dfinal, gradient);
     if constexpr (each_state)
 #pragma unroll
       for (int r = 0; r < kRounds; ++r)
@@ -311,10 +209,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     const int64_t brought = (at_group + (of_column < columns ? of_column : 0)) / p.width,
                   within = (at_group + (of_column < columns ? of_column : 0)) % p.width;
     const auto brought_of = [&](const Strided &x) { return brought * x.stride[2] + within * x.stride[3]; };
-    const int64_t of_dt = brought * p.dt.stride[2], of_x = backwards ? brought_of(p.dy) : brought_of(p.x),
-                  of_dy = part_of == Part::walks ? of_x : brought_of(p.dy);
+    const int64_t of_dt = brought * p.dt.stride[2], of_x = brought_of(p.x), of_dy = brought_of(p.dy);
     const float a = each_state ? 0.0f : element(p.a, brought * p.a.stride[0]);
-    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads, part_of != Part::all>;
+    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads>;
     RowsHere b_rows(p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], states);
     RowsHere c_rows(p.c, range.batch * p.c.stride[0] + group * p.c.stride[2], states);
     constexpr int kOwnNumbers = Tile::kTokens * kColumns / kThreads;
@@ -366,23 +263,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
         for (int i = 0; i < 4; ++i) over[r][i] = fmaf(u, part(b, i), decay_of(decay, dt, r, i) * over[r][i]);
       }
     };
-    // The sums over a head's columns of a tile's tokens: a thread has a token, and those of a head that begins at its column,
-    // or lies there from the block before.
-    const auto add_heads = [&](int64_t from, int count) {
-      for (int i = int(threadIdx.x); i < 3 * kColumns * Tile::kTokens; i += kThreads) {
-        const int t = i % Tile::kTokens, at_column = i / Tile::kTokens % kColumns, which = i / Tile::kTokens / kColumns;
-        if (t >= count || at_column >= columns) continue;
-        const int64_t summed = (at_group + at_column) / p.width, start = summed * p.width - at_group;
-        if (start != at_column && (start > 0 || at_column != 0)) continue;
-        const int ends = start + p.width < columns ? int(start + p.width) : columns;
-        p.workspace.of_head(which, begin + from + t,
-                            summed)[block - summed % (p.heads / p.groups) * p.width / kColumns] =
-            chain_of(tile.terms[t] + which * kColumns, at_column, ends);
-      }
-    };
     constexpr int kJoined = each_state ? 1 : joined_rounds(kRounds);
     int turn = 0;
-    int64_t from = of.from;
+    int64_t from = 0;
     const int64_t of_dx =
         range.batch * p.dx.stride[0] + range.begin * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
     const auto back = [&](int t, const float(&before)[kRounds][4]) {
@@ -402,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             const float g = fmaf(part(c, i), dy, gradient[r][i]);
             gradient[r][i] = g;
             terms[joined][i] = mine ? u * g : 0.0f;
-            if (whole || r * kScanRound + i < left) v = fmaf(part(b, i), g, v);
+            if (r * kScanRound + i < left) v = fmaf(part(b, i), g, v);
           }
         }
         join_columns(terms, tile.parts[turn][0][threadIdx.x / 32] + begun * kScanRound);
@@ -422,8 +305,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             if constexpr (each_state) {
               const float e = g * old;
               da[r][i] = fmaf(dt, e, da[r][i]);
-              if (whole || r * kScanRound + i < left) l = fmaf(rates[r][i], e, l);
-            } else if (whole || r * kScanRound + i < left) {
+              if (r * kScanRound + i < left) l = fmaf(rates[r][i], e, l);
+            } else if (r * kScanRound + i < left) {
               l = fmaf(g, old, l);
             }
           }
@@ -444,70 +327,41 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       fetch(from), place();
       __syncthreads();
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
-      take_back<whole>(tile, count, kept(from), states, state, step, back);
-      add_heads(from, count);  // behind the last token's barrier
+      take_back(tile, count, kept(from), states, state, step, back);
+      add_heads<int64_t, Tile::kTokens, kThreads>(p, tile.terms, begin + from, count, at_group, columns,
+                                                  block);  // behind the last token's barrier
     };
     const auto walk = [&] {
-      walk_states<whole>(
+      walk_states(
           tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
     };
-    if constexpr (part_of == Part::walks) {
-      if (!backwards) {
-        walk();
-      } else {
-        walk_gradients<kRounds>(
-            tokens,
-            [&](int64_t at) {
-              keep_at<whole>(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
-            },
-            [&](int64_t at) { fetch(at, false); }, [&] { place(false); },
-            [&](int t) {
-              const float dy = tile.numbers[kDy][t][own], decay = tile.numbers[kDecay][t][own];
-#pragma unroll
-              for (int r = 0; r < kRounds; ++r) {
-                const float4 c = vector_of(tile.rows[1][t], r);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) gradient[r][i] = decay * fmaf(part(c, i), dy, gradient[r][i]);
-              }
-            });
-      }
-    } else if constexpr (part_of == Part::tiles) {
-      take_tile();
-    } else {
-      walk();
-      take_tiles<Tile::kTokens>(tokens, from, take_tile);
-    }
-    if (p.dinitial.data && mine && (part_of == Part::all || backwards))
-      store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[3], left,
-                   whole_vectors(p.dinitial, states, whole), gradient);
-    if constexpr (each_state) keep<whole>(da, p.workspace.states_at(sequence, begin, 0, group, block), states);
+    walk();
+    take_tiles<Tile::kTokens>(tokens, from, take_tile);
+    if (p.dinitial.data && mine)
+      store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[3], left, false, gradient);
+    if constexpr (each_state) keep(da, p.workspace.states_at(sequence, begin, 0, group, block), states);
     __syncthreads();
   }
 }
 
 // ---- The gated delta rule ----------------------------------------------------------------------------------------------
 
-template <int kRounds, Part part_of>
-__global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
+template <int kRounds>
+__global__ void __launch_bounds__(kThreads, 1)
     delta_back_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
   using Tile = BackTile<kRounds>;
-  constexpr bool whole = part_of != Part::all;  // the keys are all that the rounds have
-  const int64_t states = whole ? kRounds * kScanRound : p.keys;
+  const int64_t states = p.keys;
   enum { kV, kDecay, kBeta, kOut };
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   const int64_t of_head = divide_up(p.width, kColumns);
   const int own = own_column(), left = left_of(states), lane = scan_lane();
   for (int64_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, outer = job / of_head / p.heads;
-    const bool backwards = part_of == Part::walks && outer % 2;
-    const TileOf of = part_of == Part::tiles ? tile_of(p.sequences, outer, Tile::kTokens) : TileOf{};
-    const int64_t sequence = part_of == Part::tiles ? of.sequence : part_of == Part::walks ? outer / 2 : outer;
+    const int64_t first = job % of_head * kColumns, head = job / of_head % p.heads, sequence = job / of_head / p.heads;
     const int64_t in_group = p.heads / p.groups, group = head / in_group;
     const int64_t block = head % in_group * of_head + first / kColumns, column = first + own;
-    const Sequences::Range range = part_of == Part::tiles ? of.range : p.sequences.range(sequence);
+    const Sequences::Range range = p.sequences.range(sequence);
     const int64_t tokens = range.end - range.begin;
-    if (part_of == Part::tiles && of.from >= tokens) continue;
     const int columns = p.width - first < kColumns ? int(p.width - first) : kColumns;
     const bool mine = own < columns;
     const int64_t begin = range.batch * p.sequences.tokens + range.begin;
@@ -522,12 +376,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     const auto given = [&](const Strided &from, float(&to)[kRounds][4]) {
       load_states(from, of_states(from), from.stride[2], left, mine && from.data, false, to);
     };
-    if (part_of != Part::tiles && !backwards) given(p.initial, state);
-    if (part_of == Part::tiles && of.from + Tile::kTokens < tokens)
-      restore_from<whole>(gradient, gradient_at(p.workspace, begin + of.from, group, block, own), states);
-    else if (part_of != Part::walks || backwards) given(p.dfinal, gradient);
+    given(p.initial, state), given(p.dfinal, gradient);
 
-    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads, part_of != Part::all>;
+    using RowsHere = Rows<Tile::kTokens, Tile::kElements, kThreads>;
     RowsHere q_rows(p.q, range.batch * p.q.stride[0] + group * p.q.stride[2], states);
     RowsHere k_rows(p.k, range.batch * p.k.stride[0] + group * p.k.stride[2], states);
     constexpr int kRowsAtOnce = kThreads / kColumns, kOwnNumbers = Tile::kTokens / kRowsAtOnce;
@@ -572,7 +423,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
         const float4 k = vector_of(tile.rows[1][t], r);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (whole || r * kScanRound + i < left) known = fmaf(part(k, i), decay * before[r][i], known);
+          if (r * kScanRound + i < left) known = fmaf(part(k, i), decay * before[r][i], known);
       }
       return tile.numbers[kV][t][own] - join_lanes(known);
     };
@@ -588,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
     };
     constexpr int kJoined = joined_rounds(kRounds);
     int turn = 0;
-    int64_t from = of.from;
+    int64_t from = 0;
     const int64_t of_dv =
         range.batch * p.dv.stride[0] + range.begin * p.dv.stride[1] + head * p.dv.stride[2] + column * p.dv.stride[3];
     const auto back = [&](int t, const float(&before)[kRounds][4]) {
@@ -608,7 +459,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             const float g = fmaf(part(q, i), dout, gradient[r][i]);
             gradient[r][i] = g;
             terms[joined][i] = mine ? dout * fmaf(part(k, i), w, decay * before[r][i]) : 0.0f;
-            if (whole || r * kScanRound + i < left) z = fmaf(part(k, i), g, z);
+            if (r * kScanRound + i < left) z = fmaf(part(k, i), g, z);
           }
         }
         join_columns(terms, tile.parts[turn][0][threadIdx.x / 32] + begun * kScanRound);
@@ -628,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
             terms[joined][i] = mine ? fmaf(w, g, -(of_m * old)) : 0.0f;
             const float through = fmaf(-part(k, i), of_m, g);
             gradient[r][i] = decay * through;
-            if (whole || r * kScanRound + i < left) l = fmaf(through, old, l);
+            if (r * kScanRound + i < left) l = fmaf(through, old, l);
           }
         }
         join_columns(terms, tile.parts[turn][1][threadIdx.x / 32] + begun * kScanRound);
@@ -646,7 +497,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       fetch(from), place();
       __syncthreads();
       const int count = tokens - from < Tile::kTokens ? int(tokens - from) : Tile::kTokens;
-      take_back<whole>(tile, count, kept(from), states, state, step, back);
+      take_back(tile, count, kept(from), states, state, step, back);
       for (int i = int(threadIdx.x); i < 2 * Tile::kTokens; i += kThreads) {  // behind the last token's barrier
         const int t = i % Tile::kTokens, which = i / Tile::kTokens;
         if (t < count)
@@ -655,47 +506,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld<kRounds, part_of>)
       }
     };
     const auto walk = [&] {
-      walk_states<whole>(
+      walk_states(
           tokens, states, kept, state, [&](int64_t at) { fetch(at, true, false); }, [&] { place(true, false); }, step);
     };
-    if constexpr (part_of == Part::walks) {
-      if (!backwards) {
-        walk();
-      } else {
-        walk_gradients<kRounds>(
-            tokens,
-            [&](int64_t at) {
-              keep_at<whole>(gradient, gradient_at(p.workspace, begin + at, group, block, own), states);
-            },
-            [&](int64_t at) { fetch(at, false); }, [&] { place(false); },
-            [&](int t) {
-              const float decay = tile.numbers[kDecay][t][own], dout = tile.numbers[kOut][t][own];
-              float z = 0.0f;
-#pragma unroll
-              for (int r = 0; r < kRounds; ++r) {
-                const float4 q = vector_of(tile.rows[0][t], r), k = vector_of(tile.rows[1][t], r);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  gradient[r][i] = fmaf(part(q, i), dout, gradient[r][i]);
-                  if (whole || r * kScanRound + i < left) z = fmaf(part(k, i), gradient[r][i], z);
-                }
-              }
-              const float of_m = tile.numbers[kBeta][t][own] * join_lanes(z);
-#pragma unroll
-              for (int r = 0; r < kRounds; ++r) {
-                const float4 k = vector_of(tile.rows[1][t], r);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) gradient[r][i] = decay * fmaf(-part(k, i), of_m, gradient[r][i]);
-              }
-            });
-      }
-    } else if constexpr (part_of == Part::tiles) {
-      take_tile();
-    } else {
-      walk();
-      take_tiles<Tile::kTokens>(tokens, from, take_tile);
-    }
-    if (p.dinitial.data && mine && (part_of == Part::all || backwards))
+    walk();
+    take_tiles<Tile::kTokens>(tokens, from, take_tile);
+    if (p.dinitial.data && mine)
       store_states(p.dinitial, of_states(p.dinitial), p.dinitial.stride[2], left, false, gradient);
     __syncthreads();
   }
@@ -718,7 +534,7 @@ struct RowSums {
   Device device;
   void *stream;
 };
-constexpr int kFinishTokens = 4, kAhead = 16;  // tokens: of a block; whose operands are read before they are added
+constexpr int kFinishTokens = 4;  // of a block
 __global__ void __launch_bounds__(kThreads)
     row_sums_kernel(const __grid_constant__ RowSums p, const __grid_constant__ int64_t blocks) {
   const uint32_t pieces = uint32_t(divide_up(p.sequences.tokens, kFinishTokens));
@@ -767,41 +583,64 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// dA and dD: a thread has a head of a sequence; with a decay for each state dA's states a head at a time.
-__global__ void __launch_bounds__(32)
+// dA and dD: a block has some heads of a sequence, whose terms its threads read some tokens ahead of the two chains.
+constexpr int kSumHeads = 8, kSumTokens = 64, kOwnSums = kSumTokens * kSumHeads / kThreads;
+__global__ void __launch_bounds__(kThreads)
     selective_sums_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
+  __shared__ float terms[2][3][kSumTokens][kSumHeads];
+  enum { kDt, kOfDecay, kOfX };
+  const int own = int(threadIdx.x) % kSumHeads, warp = int(threadIdx.x) / 32;
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t in_sequence = divide_up(p.heads, 32), sequence = block / in_sequence;
-    const int64_t head = block % in_sequence * 32 + threadIdx.x;
-    if (head >= p.heads) continue;
+    const int64_t in_sequence = divide_up(p.heads, kSumHeads), sequence = block / in_sequence;
+    const int64_t head = block % in_sequence * kSumHeads + own, of_group = p.heads / p.groups;
+    const bool mine = head < p.heads;
     const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t before = range.batch * p.sequences.tokens, of_group = p.heads / p.groups;
-    float da = 0.0f, dd = 0.0f;
-    for (int64_t last = range.end - 1; last >= range.begin; last -= kAhead) {
-      LoadedBits dt[kAhead];
-      float of_decay[kAhead], of_x[kAhead];
+    const int64_t before = range.batch * p.sequences.tokens;
+    LoadedBits dt[kOwnSums];
+    float of_decay[kOwnSums], of_x[kOwnSums];
+    const auto load = [&](int64_t last) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int64_t t = last - i;
-        const bool there = t >= range.begin;
+      for (int i = 0; i < kOwnSums; ++i) {
+        const int64_t t = last - (int(threadIdx.x) + i * kThreads) / kSumHeads;
+        const bool there = mine && t >= range.begin;
         dt[i] = bits_at(p.dt, range.batch * p.dt.stride[0] + t * p.dt.stride[1] + head * p.dt.stride[2], there);
         of_decay[i] = there && !p.each_state ? *p.workspace.of_head(1, before + t, head) : 0.0f;
         of_x[i] = there && p.dd.data ? *p.workspace.of_head(2, before + t, head) : 0.0f;
       }
+    };
+    float da = 0.0f, dd = 0.0f;
+    load(range.end - 1);
+    int turn = 0;
+    for (int64_t last = range.end - 1; last >= range.begin; last -= kSumTokens, turn ^= 1) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (last - i >= range.begin) da = fmaf(number_of(p.dt.type, dt[i]), of_decay[i], da), dd = dd + of_x[i];
+      for (int i = 0; i < kOwnSums; ++i) {
+        const int t = (int(threadIdx.x) + i * kThreads) / kSumHeads;
+        terms[turn][kDt][t][own] = number_of(p.dt.type, dt[i]);
+        terms[turn][kOfDecay][t][own] = of_decay[i], terms[turn][kOfX][t][own] = of_x[i];
+      }
+      __syncthreads();
+      load(last - kSumTokens);
+      const int count = last - range.begin + 1 < kSumTokens ? int(last - range.begin + 1) : kSumTokens;
+      if (warp == 0)
+#pragma unroll 16
+        for (int t = 0; t < count; ++t) da = fmaf(terms[turn][kDt][t][own], terms[turn][kOfDecay][t][own], da);
+      if (warp == 1)
+#pragma unroll 16
+        for (int t = 0; t < count; ++t) dd = dd + terms[turn][kOfX][t][own];
+      // The other place is written next, and was read before this turn's barrier.
     }
-    if (p.dd.data) put(p.dd, sequence * p.dd.stride[0] + head * p.dd.stride[1], dd);
+    const bool writes = mine && int(threadIdx.x) % 32 < kSumHeads;
+    if (p.dd.data && writes && warp == 1) put(p.dd, sequence * p.dd.stride[0] + head * p.dd.stride[1], dd);
     const int64_t to = sequence * p.da.stride[0] + head * p.da.stride[1];
-    if (!p.each_state) put(p.da, to, da);
-    for (int64_t n = 0; p.each_state && n < p.states; ++n) {
+    if (!p.each_state && writes && warp == 0) put(p.da, to, da);
+    for (int64_t n = int(threadIdx.x) / kSumHeads; p.each_state && mine && n < p.states; n += kThreads / kSumHeads) {
       float sum = 0.0f;
       for (int64_t c = head % of_group * p.width; c < (head % of_group + 1) * p.width; ++c)
         sum = sum + p.workspace.states_at(sequence, before + range.begin, 0, head / of_group,
                                           c / kColumns)[c % kColumns * p.states + n];
       put(p.da, to + n * p.da.stride[2], sum);
     }
+    __syncthreads();
   }
 }
 
@@ -841,25 +680,25 @@ pydet_status check_blocks(const char *name, int64_t blocks) {
   return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns, want at most 2147483647", name,
               static_cast<long long>(blocks));
 }
-template <class Tile, class Problem>
+template <class Problem>
 pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t),
-                         bool loaded = false) {
+                         size_t bytes, bool loaded = false, int threads = kThreads) {
   if (blocks == 0) return PYDET_OK;
   PYDET_TRY(check_blocks(name, blocks));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)),
-                  dim3(unsigned(kThreads))};
-  where.shared_bytes = sizeof(Tile);
+                  dim3(unsigned(threads))};
+  where.shared_bytes = bytes;
   where.loaded = loaded;
   return launch(where, kernel, p, blocks);
 }
 // Both walks, then the tiles, which are asked for before the walks begin.
 template <class Tile, class Problem>
 pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
-                          int64_t tiles, void (*tile)(Problem, int64_t)) {
+                          size_t walk_bytes, int64_t tiles, void (*tile)(Problem, int64_t)) {
   PYDET_TRY(check_blocks(name, tiles));
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_back<Tile>(name, p, walks, walk));
-  return launch_back<Tile>(name, p, tiles, tile, true);
+  PYDET_TRY(launch_back(name, p, walks, walk, walk_bytes, false, kWalkThreads));
+  return launch_back(name, p, tiles, tile, sizeof(Tile), true, kBackThreads);
 }
 
 template <class Problem>
@@ -885,19 +724,18 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
     if constexpr (kRounds * kScanRound <= kMostOwnRates)
-      if (p.each_state)
-        return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, true, Part::all>);
-    if constexpr (tiles_apart(kRounds))
-      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c))
-        return launch_apart<Tile>(name, p, blocks * count * 2, selective_back_kernel<kRounds, false, Part::walks>,
-                                  blocks * tiles_of(p.sequences, Tile::kTokens),
-                                  selective_back_kernel<kRounds, false, Part::tiles>);
-    return launch_back<Tile>(name, p, blocks * count, selective_back_kernel<kRounds, false, Part::all>);
+      if (p.each_state) return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, true>, sizeof(Tile));
+    if constexpr (kRounds <= kMostWideRounds)
+      if (p.heads / p.groups * p.width % kColumns == 0 && tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c))
+        return launch_apart<SelectiveTile<kRounds>>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>, 0,
+                                                    blocks * tiles_of(p.sequences, Tile::kTokens),
+                                                    selective_tiles_kernel<kRounds>);
+    return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, false>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
   PYDET_TRY(launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,
                           selective_steps_kernel));
-  return launch_blocks(name, p, p.sequences.count * divide_up(p.heads, 32), 32, selective_sums_kernel);
+  return launch_blocks(name, p, p.sequences.count * divide_up(p.heads, kSumHeads), kThreads, selective_sums_kernel);
 }
 
 pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
@@ -908,12 +746,12 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
   PYDET_TRY(with_held_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
-    if constexpr (tiles_apart(kRounds))
-      if (tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k))
-        return launch_apart<Tile>(name, p, blocks * count * 2, delta_back_kernel<kRounds, Part::walks>,
-                                  blocks * tiles_of(p.sequences, Tile::kTokens),
-                                  delta_back_kernel<kRounds, Part::tiles>);
-    return launch_back<Tile>(name, p, blocks * count, delta_back_kernel<kRounds, Part::all>);
+    if constexpr (kRounds <= kMostWideRounds)
+      if (p.width % kColumns == 0 && tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k))
+        return launch_apart<DeltaTile<kRounds>>(name, p, blocks * count * 2, delta_walks_kernel<kRounds>,
+                                                kDeltaWalkBytes<kRounds>, blocks * tiles_of(p.sequences, Tile::kTokens),
+                                                delta_tiles_kernel<kRounds>);
+    return launch_back(name, p, blocks * count, delta_back_kernel<kRounds>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.dq, p.dk));
   return launch_blocks(name, p, p.sequences.count * divide_up(p.sequences.tokens, kFinishTokens), kThreads,

@@ -10,7 +10,9 @@ struct GroupedGemmArguments {
                   out_dtype,  // a type index or None
                   accumulate, arithmetic,
                   k_chunk,  // or None
-                  kernel, stream);
+                  initial,
+                  kernel,  // or None
+                  stream);
 };
 
 Object *call_grouped_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
@@ -22,7 +24,8 @@ Object *call_grouped_gemm(Object *, Object *const *args, intptr_t count, Object 
   Operand *end = b ? call.read("group_end", given.group_end) : nullptr;
   Operand *start = end ? call.read_optional("group_start", given.group_start) : nullptr;
   Operand *bias = start ? call.read_optional("bias", given.bias) : nullptr;
-  Operand *out = bias ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *initial = bias ? call.read_optional("initial", given.initial) : nullptr;
+  Operand *out = initial ? call.read_optional("out", given.out, true) : nullptr;
   if (!out) return nullptr;
   pydet_grouped_gemm_options options = {};
   options.struct_size = sizeof options;
@@ -41,6 +44,7 @@ Object *call_grouped_gemm(Object *, Object *const *args, intptr_t count, Object 
       if (!(out = call.make(rows ? 2 : 3, shape, type < 0 ? type_index(x.dtype) : int(type)))) return nullptr;
     }
   }
+  if (!make_room_for_sums(call, *initial, *out, &options)) return nullptr;
   const int64_t most = sound(x, 2) && sound(y, 2) ? product_work(x, y.shape[y.ndim - 1]) : 0;  // of every token
   const bool done = call.run(most, [&](void *stream) {
     return call.library().call<pydet_grouped_gemm>(stream, tensor_of(a), tensor_of(b), tensor_of(bias),

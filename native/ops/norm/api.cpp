@@ -131,6 +131,48 @@ pydet_status check_backward_workspace(const char *op, const Options &options, in
   return PYDET_OK;
 }
 
+// Apart from the call itself, so that the views are off the stack when a kernel runs. Without rows, none are left.
+__attribute__((noinline)) pydet_status read_rmsnorm_quantize(
+    void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor, const pydet_tensor *weight_tensor,
+    const pydet_tensor *out_tensor, const pydet_tensor *scale_tensor, const pydet_tensor *y_tensor,
+    const pydet_tensor *rstd_tensor, const pydet_tensor *sum_tensor, const pydet_rmsnorm_quantize_options &options,
+    RmsNormQuantize *norm) {
+  const char *op = "rmsnorm_quantize";
+  View x, residual, weight, out, scale, y, rstd, sum;
+  PYDET_TRY(read(op, "x", kNormRow, x_tensor, 1, &x));
+  PYDET_TRY(read_optional(op, "residual", kNormRow, residual_tensor, 1, &residual));
+  PYDET_TRY(read_optional(op, "weight", kNormVector, weight_tensor, 1, &weight));
+  PYDET_TRY(read(op, "out", kScaledFactor, out_tensor, 1, &out));
+  PYDET_TRY(read(op, "scale", kScaling, scale_tensor, 0, &scale));
+  PYDET_TRY(read_optional(op, "y", kNormRow, y_tensor, 1, &y));
+  PYDET_TRY(read_optional(op, "rstd", kNormVector, rstd_tensor, 0, &rstd));
+  PYDET_TRY(read_optional(op, "sum", kNormRow, sum_tensor, 1, &sum));
+  PYDET_TRY(both_or_neither(op, residual, sum));
+  PYDET_TRY(unit_last_stride(x));
+  const View *like[] = {&y};
+  PYDET_TRY(check_norm(x, like, 1, weight, rstd));
+  PYDET_TRY(check_like(x, residual, &residual));
+  PYDET_TRY(check_like(x, sum, &residual));
+  if (residual.present()) PYDET_TRY(same_type(residual, sum));
+  PYDET_TRY(check_eps(op, options.eps));
+  PYDET_TRY(check_weight_offset(op, options.weight_offset));
+  PYDET_TRY(check_quantized(x, out, scale, options, norm));
+  const View none = {}, &written = norm->given() ? none : scale, &known = norm->given() ? scale : none;
+  const View *inputs[] = {&x, &residual, &weight, &known}, *outputs[] = {&out, &y, &sum, &rstd, &written};
+  PYDET_TRY(outputs_apart(inputs, outputs));
+  RowWalk walk;
+  const View *walked[] = {&x, &residual, &y, &sum, &out, &written};
+  PYDET_TRY(walk_rows(walked, 6, &walk));
+  if (walk.rows == 0) return PYDET_OK;
+  const View *of_norm[] = {&x, &residual, &y, &sum};
+  static_cast<RmsNorm &>(*norm) = forward_of<RmsNorm>(stream, of_norm, walk, weight, none, rstd, options);
+  norm->outer = walk.outer;
+  norm->heads = 1;
+  norm->out = rows_of(out, walk, 4);
+  norm->scale = norm->given() ? Rows{scale.data, scale.type, 0, 0, 0} : rows_of(scale, walk, 5);
+  return PYDET_OK;
+}
+
 }  // namespace
 }  // namespace pydet
 
@@ -175,6 +217,21 @@ pydet_status pydet_rmsnorm(void *stream, const pydet_tensor *x_tensor, const pyd
   norm.outer = walk.outer;
   norm.heads = heads;
   return launch(op, norm, options.kernel);
+}
+
+pydet_status pydet_rmsnorm_quantize(void *stream, const pydet_tensor *x_tensor, const pydet_tensor *residual_tensor,
+                                    const pydet_tensor *weight_tensor, const pydet_tensor *out_tensor,
+                                    const pydet_tensor *scale_tensor, const pydet_tensor *y_tensor,
+                                    const pydet_tensor *rstd_tensor, const pydet_tensor *sum_tensor,
+                                    const pydet_rmsnorm_quantize_options *given) {
+  const char *op = "rmsnorm_quantize";
+  pydet_rmsnorm_quantize_options options = {};
+  options.eps = 1e-6f;
+  PYDET_TRY(read_options(op, given, &options));
+  RmsNormQuantize norm = {};
+  PYDET_TRY(read_rmsnorm_quantize(stream, x_tensor, residual_tensor, weight_tensor, out_tensor, scale_tensor, y_tensor,
+                                  rstd_tensor, sum_tensor, options, &norm));
+  return norm.rows == 0 ? nothing_to_write() : launch(op, norm, options.kernel);
 }
 
 pydet_status pydet_rmsnorm_backward(void *stream, const pydet_tensor *dy_tensor, const pydet_tensor *x_tensor,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/options.h"
+#include "ops/scaled/check.h"
 
 namespace pydet {
 
@@ -106,6 +107,30 @@ inline pydet_status both_or_neither(const char *op, const View &residual, const 
   if (residual.present() == sum.present()) return PYDET_OK;
   return fail(PYDET_NULL_POINTER, "%s: %s is given without %s, want both or neither", op,
               residual.present() ? "residual" : "sum", residual.present() ? "sum" : "residual");
+}
+
+// What rmsnorm_quantize asks of its q and their scales, but for the walk.
+inline pydet_status check_quantized(const View &x, const View &out, const View &scale,
+                                    const pydet_rmsnorm_quantize_options &options, RmsNormQuantize *norm) {
+  const char *op = x.op;
+  if (options.granularity != PYDET_ROW && options.granularity != PYDET_GROUP && options.granularity != PYDET_TENSOR)
+    return fail(PYDET_INVALID_VALUE, "%s: options.granularity is %d, want 0 (row), 1 (group) or 3 (tensor, given)", op,
+                int(options.granularity));
+  norm->granularity = Granularity(options.granularity);
+  PYDET_TRY(check_flag(op, "power_of_two", options.power_of_two));
+  if (norm->given() && options.power_of_two)
+    return fail(PYDET_INVALID_VALUE, "%s: options.power_of_two is 1, want 0 where the scale is given", op);
+  PYDET_TRY(same_device(x, out));
+  PYDET_TRY(want_shape(out, x.shape, x.ndim));
+  PYDET_TRY(unit_last_stride(out));
+  PYDET_TRY(same_device(x, scale));
+  int64_t want[kMaxDims];
+  for (int i = 0; i < x.ndim; ++i) want[i] = x.shape[i];
+  want[x.ndim - 1] = norm->granularity == Granularity::row ? 1 : groups_of(x.cols());
+  PYDET_TRY(want_shape(scale, want, norm->given() ? 0 : x.ndim));
+  norm->scale_stride = norm->given() ? 0 : scale.stride[scale.ndim - 1];
+  norm->power_of_two = options.power_of_two != 0 || scale.type == Type::e8m0;
+  return PYDET_OK;
 }
 
 // By the bits, since a thread that reads subnormals as zeros takes a negative one for 0.

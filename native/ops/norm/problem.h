@@ -1,7 +1,7 @@
-// RMSNorm and LayerNorm, with their gradients, once a call is checked.
+// RMSNorm and LayerNorm, with their gradients, and RMSNorm quantised, once a call is checked.
 #pragma once
 
-#include "core/operation.h"
+#include "ops/scaled/problem.h"
 
 namespace pydet {
 
@@ -34,6 +34,34 @@ template <> struct Operation<RmsNorm> : AlwaysIeee {
   using Functions = FunctionList<pydet_rmsnorm>;
   static Items<pydet_exchange_method> python();
   static Items<pydet_xla_handler> xla();
+};
+
+// RMSNorm, and of the y that it rounds what quantize would make: y need not be stored, and there are no heads and no bias.
+struct RmsNormQuantize : RmsNorm {
+  Rows out, scale;          // scale: where the scales of a row begin, walked with the rows
+  int64_t scale_stride;     // from group to group
+  Granularity granularity;  // row, group; or tensor, whose scale is read
+  bool power_of_two;
+
+  bool given() const { return granularity == Granularity::tensor; }
+  uint64_t needs() const {
+    return RmsNorm::needs() | uint64_t(given()                             ? kGivenScales
+                                       : granularity == Granularity::group ? kGroupScales
+                                                                           : kRowScales);
+  }
+};
+
+template <> struct Operation<RmsNormQuantize> : AlwaysIeee {
+  static constexpr const char *name = "rmsnorm_quantize";
+  static Type input(const RmsNormQuantize &n) { return n.x.type; }
+  template <class Show> static void memory(const RmsNormQuantize &n, Show show) {
+    show(n.x.data, n.residual.data, n.y.data, n.sum.data, n.weight.data, n.rstd.data, n.out.data, n.scale.data);
+  }
+  static bool lay_well(RmsNormQuantize &norm) {
+    for (Rows *rows : {&norm.x, &norm.residual, &norm.y, &norm.sum, &norm.out}) give_room(*rows);
+    return give_room(norm.weight.data), true;
+  }
+  using Functions = FunctionList<pydet_rmsnorm_quantize>;
 };
 
 struct RmsNormBackward {

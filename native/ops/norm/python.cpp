@@ -9,6 +9,15 @@ struct RmsNormArguments {
                   bias, weight_offset, residual, out, rstd, sum, kernel, stream);
 };
 
+struct RmsNormQuantizeArguments {
+  PYDET_ARGUMENTS(x, weight, eps,  // positional
+                  weight_offset, residual, granularity,
+                  given,                     // the scale to read, or None; the rest are outputs
+                  out, scale, y, rstd, sum,  // the last three are written where they are given, the sum with a residual
+                  dtype, scale_dtype,        // type indices
+                  power_of_two, kernel, stream);
+};
+
 struct RmsNormBackwardArguments {
   PYDET_ARGUMENTS(dy, x, weight, rstd,  // positional
                   weight_offset, dresidual,
@@ -81,6 +90,55 @@ Object *call_rmsnorm(Object *, Object *const *args, intptr_t count, Object *keyw
                                               tensor_of(y), tensor_of(rstd), tensor_of(sum), &options);
   });
   Operand *results[] = {y, rstd, sum};
+  return done ? call.results(results, sum->present ? 3 : 2) : nullptr;
+}
+
+// -> (q, scale), and sum where there is a residual
+Object *call_rmsnorm_quantize(Object *, Object *const *args, intptr_t count, Object *keywords) {
+  PythonCall call("rmsnorm_quantize");
+  RmsNormQuantizeArguments given;
+  if (!call.arguments(names_of<RmsNormQuantizeArguments>, 3, args, count, keywords, &given)) return nullptr;
+  Operand *x = call.read("x", given.x);
+  Operand *residual = x ? call.read_optional("residual", given.residual) : nullptr;
+  Operand *weight = residual ? call.read_optional("weight", given.weight) : nullptr;
+  Operand *known = weight ? call.read_optional("scale", given.given) : nullptr;
+  Operand *out = known ? call.read_optional("out", given.out, true) : nullptr;
+  Operand *scale = out ? call.read_optional("scale", given.scale, true) : nullptr;
+  Operand *y = scale ? call.read_optional("y", given.y, true) : nullptr;
+  Operand *rstd = y ? call.read_optional("rstd", given.rstd, true) : nullptr;
+  Operand *sum = rstd ? call.read_optional("sum", given.sum, true) : nullptr;
+  if (!sum) return nullptr;
+  pydet_rmsnorm_quantize_options options = {};
+  options.struct_size = sizeof options;
+  int64_t type = int64_t(Type::e4m3), scale_type = int64_t(Type::f32);
+  if (!call.float_of("eps", given.eps, &options.eps)) return nullptr;
+  if (!call.float_of("weight_offset", given.weight_offset, &options.weight_offset)) return nullptr;
+  if (!call.number_of("granularity", exchange->granularities, given.granularity, &options.granularity)) return nullptr;
+  if (!call.type_of("dtype", given.dtype, &type)) return nullptr;
+  if (!call.type_of("scale_dtype", given.scale_dtype, &scale_type)) return nullptr;
+  if (!call.flag_of("power_of_two", given.power_of_two, &options.power_of_two)) return nullptr;
+  if (!call.text_of("kernel", given.kernel, &options.kernel)) return nullptr;
+  if (!call.choose_library(given.stream)) return nullptr;
+  if (known->present) scale = known;
+
+  const pydet_tensor &like = x->tensor;
+  if (!make_like(call, like, like.ndim, int(type), &out)) return nullptr;
+  if (!scale->present && sound(like, 1) && options.granularity != PYDET_TENSOR) {
+    int64_t shape[kDims];
+    for (int i = 0; i < like.ndim; ++i) shape[i] = like.shape[i];
+    shape[like.ndim - 1] = options.granularity == PYDET_ROW ? 1 : divide_up(shape[like.ndim - 1], int64_t(kScaleGroup));
+    if (!(scale = call.make(like.ndim, shape, int(scale_type)))) return nullptr;
+  }
+  const int sum_type =
+      type_index(residual->present && sound(residual->tensor, 1) ? residual->tensor.dtype : like.dtype);
+  if (residual->present && !make_like(call, like, like.ndim, sum_type, &sum)) return nullptr;
+
+  const bool done = call.run(elements(like), [&](void *stream) {
+    return call.library().call<pydet_rmsnorm_quantize>(stream, tensor_of(x), tensor_of(residual), tensor_of(weight),
+                                                       tensor_of(out), tensor_of(scale), tensor_of(y), tensor_of(rstd),
+                                                       tensor_of(sum), &options);
+  });
+  Operand *results[] = {out, scale, sum};
   return done ? call.results(results, sum->present ? 3 : 2) : nullptr;
 }
 
@@ -228,6 +286,7 @@ Object *call_layernorm_backward(Object *, Object *const *args, intptr_t count, O
 constexpr pydet_exchange_method kMethods[] = {
     method<RmsNormArguments>("rmsnorm", call_rmsnorm),
     method<RmsNormBackwardArguments>("rmsnorm_backward", call_rmsnorm_backward),
+    method<RmsNormQuantizeArguments>("rmsnorm_quantize", call_rmsnorm_quantize),
     method<LayerNormArguments>("layernorm", call_layernorm),
     method<LayerNormBackwardArguments>("layernorm_backward", call_layernorm_backward),
 };

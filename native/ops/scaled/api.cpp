@@ -9,16 +9,6 @@ namespace {
 
 constexpr GemmWords kScaledGemm = {"scaled_gemm", "a", "b", "out", "M", "N", "K", false, false};
 
-// A pass over elements of `to`, as Rounding wants it: row-major.
-Rounding upright(const Rounding &pass) {
-  if (pass.to.col_stride == 1) return pass;
-  Rounding turned = pass;
-  turned.from = transposed(pass.from), turned.to = transposed(pass.to);
-  if (pass.bias.data) turned.bias = transposed(pass.bias);
-  turned.m = pass.n, turned.n = pass.m;
-  return turned;
-}
-
 // What a product whose sums begin at a tensor of their own does before and after it: `gemm` computes the sums, under
 // accumulate, in out if that is fp32, else in the workspace.
 struct ScaledSteps {
@@ -28,7 +18,7 @@ struct ScaledSteps {
 
   // A pass from a matrix whose batch lies dense, or has out's strides of `sums`.
   Rounding pass(const ScaledGemm &sums) const {
-    Rounding made = {sums.device, sums.stream, {}, {}, {}, {}, sums.m, sums.n};
+    Rounding made = {sums.device, sums.stream, {}, {}, {}, {}, sums.m, sums.n, {}};
     made.batch.dims = sums.batch.dims, made.batch.count = sums.batch.count;
     for (int i = 0; i < sums.batch.dims; ++i) made.batch.shape[i] = sums.batch.shape[i];
     return made;

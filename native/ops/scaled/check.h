@@ -6,7 +6,11 @@
 
 namespace pydet {
 
-constexpr int64_t groups_of(int64_t extent) { return extent / kScaleGroup + (extent % kScaleGroup != 0); }
+constexpr int64_t groups_of(int64_t extent, int64_t group = kScaleGroup) {
+  return extent / group + (extent % group != 0);
+}
+// Elements along k that share a scale, where any are to vary along it.
+constexpr int64_t group_along_k(int64_t k_chunk) { return k_chunk == kFineGroup ? kFineGroup : kScaleGroup; }
 
 // The leading dimensions of operands that walk an output of `shape` [dims] in step: those before the last `inner`, which
 // are absent, 1 or the output's. Neighbours that all of them walk as one are merged. Views that are not present walk
@@ -48,8 +52,9 @@ pydet_status walk_of(const View *const (&views)[count], const int (&inner)[count
 
 // ---- Scaled GEMM -------------------------------------------------------------------------------------------------
 
-// The scale of a, or of b^T: one of `extent` rows, k along the second dimension. `transposed`: the view is b's.
-inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, bool transposed, Scale *scale,
+// The scale of a, or of b^T: one of `extent` rows, k along the second dimension, in so many chunks. `transposed`: the
+// view is b's.
+inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t chunks, bool transposed, Scale *scale,
                                   bool *along_k) {
   *scale = {};
   if (!view.present()) return PYDET_OK;
@@ -57,7 +62,6 @@ inline pydet_status scale_of_rows(const View &view, int64_t extent, int64_t k, b
   scale->type = view.type;
   if (view.ndim == 0) return PYDET_OK;
   const int rows = view.ndim - (transposed ? 1 : 2), cols = view.ndim - (transposed ? 2 : 1);
-  const int64_t chunks = groups_of(k);
   bool fits = view.ndim >= 2;
   if (fits) {
     const bool chunked = view.shape[cols] == chunks;
@@ -96,10 +100,11 @@ pydet_status apply_scaled_options(const char *op, const View &a, const View &a_s
     return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want 0 or a positive multiple of %d", op,
                 options.k_chunk, kFp8Step);
   const bool one_chunk = k <= kScaleGroup && (options.k_chunk == 0 || options.k_chunk > kScaleGroup);
-  if (gemm->along_k && options.k_chunk != kScaleGroup && !one_chunk)
-    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want %d with scales along k", op, options.k_chunk,
-                kScaleGroup);
-  gemm->k_chunk = gemm->along_k ? kScaleGroup : options.k_chunk;
+  const int64_t group = group_along_k(options.k_chunk);
+  if (gemm->along_k && options.k_chunk != group && !one_chunk)
+    return fail(PYDET_INVALID_VALUE, "%s: k_chunk is %" PRId64 ", want %d or %d with scales along k", op,
+                options.k_chunk, kScaleGroup, kFineGroup);
+  gemm->k_chunk = gemm->along_k ? group : options.k_chunk;
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
   if (options.accumulate && out.type != Type::f32)
     return fail(PYDET_INVALID_DTYPE, "%s: out is %s, want float32 under accumulate", op, type_name(out.type));
@@ -122,8 +127,9 @@ inline pydet_status scaled_gemm_of(const View &a, const View &a_scale, const Vie
   if (bias.present() && (bias.cols() != n || (row_bias && bias.rows() != m && bias.rows() != 1)))
     return fail(PYDET_INVALID_SHAPE, "%s: bias is %s, want %" PRId64 " or %" PRId64 "x%" PRId64, words.op,
                 shape_text(bias).text, n, m, n);
-  PYDET_TRY(scale_of_rows(a_scale, m, k, false, &gemm->a_scale, &gemm->along_k));
-  PYDET_TRY(scale_of_rows(b_scale, n, k, true, &gemm->b_scale, &gemm->along_k));
+  const int64_t chunks = groups_of(k, group_along_k(options.k_chunk));
+  PYDET_TRY(scale_of_rows(a_scale, m, chunks, false, &gemm->a_scale, &gemm->along_k));
+  PYDET_TRY(scale_of_rows(b_scale, n, chunks, true, &gemm->b_scale, &gemm->along_k));
 
   int64_t shape[kMaxDims];
   const int dims = a.ndim > b.ndim ? a.ndim - 2 : b.ndim - 2;

@@ -9,9 +9,10 @@
 namespace pydet {
 
 constexpr int kScaleGroup = 128;  // elements along k, or columns, that share a scale
+constexpr int kFineGroup = 32;    // and along k, where chunks are of so many
 constexpr int kFp8Step = 32;      // k of one step of the tensor core, and what k_chunk is a multiple of
 
-// sa[m, c] or sb[c, n], c = k div 128: data + (m or n, or n div 128 if `blocks`) * stride + c * chunk_stride.
+// sa[m, c] or sb[c, n], c = k div 128, or 32: data + (m or n, or n div 128 if `blocks`) * stride + c * chunk_stride.
 struct Scale {
   char *data;  // NULL: 1
   Type type;   // f32 or e8m0
@@ -36,7 +37,7 @@ template <int operands> struct Walk {
 };
 
 // s_c = the chain over k in [c k_chunk, (c + 1) k_chunk), from +0
-// along_k:  D = fmaf(fl(sa[m, c] sb[c, n]), s_c, D), c ascending;  then out = round(D + bias). k_chunk is 128.
+// along_k:  D = fmaf(fl(sa[m, c] sb[c, n]), s_c, D), c ascending;  then out = round(D + bias). k_chunk is 128 or 32.
 // else:     D = fl(D + s_c), c ascending, or the one chain;        then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 // a and b have a unit stride each, and so has out, on either side. Where accumulate is set, D (or the chain) starts from
 // out, and the scales are along k or absent. m, n and batch.count are not 0; k may be.
@@ -53,12 +54,16 @@ struct ScaledGemm {
   bool along_k;
   bool accumulate;
 
+  // Whether scales are of 32 elements along k.
+  bool fine() const { return along_k && k_chunk == kFineGroup; }
+
   uint64_t needs() const {
     const bool by_column = b_scale.data && !b_scale.blocks && b_scale.stride != 0;
     return when(batch.dims > 0, kBatch) | when(bias.data, pydet::kBias) | when(accumulate, kAccumulate) |
-           when(k_chunk != kScaleGroup, kChunks) | when(k_chunk % kScaleGroup != 0, kBrokenChunks) |
-           when(a.col_stride != 1 && k > 1, kAlongM) | when(b.row_stride != 1 && k > 1, kAlongN) |
-           when(out.col_stride != 1 && n > 1, kOutAlongM) | when(along_k && by_column, kColumnScales);
+           when(fine(), kGroupScales) | when(k_chunk != kScaleGroup && !fine(), kChunks) |
+           when(k_chunk % kScaleGroup != 0 && !fine(), kBrokenChunks) | when(a.col_stride != 1 && k > 1, kAlongM) |
+           when(b.row_stride != 1 && k > 1, kAlongN) | when(out.col_stride != 1 && n > 1, kOutAlongM) |
+           when(along_k && by_column, kColumnScales);
   }
 };
 
@@ -73,8 +78,8 @@ template <> struct Operation<ScaledGemm> : AsAsked {
   static Items<pydet_xla_handler> xla();
 };
 
-constexpr uint64_t kScaledGemmFeatures =
-    kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
+constexpr uint64_t kScaledGemmFeatures = kBatch | kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN |
+                                         kOutAlongM | kColumnScales | kGroupScales;  // all
 
 // What has one scale.
 enum class Granularity : int32_t {

@@ -21,14 +21,15 @@ inline pydet_status rows_layout_of(const View &a, const View &b) {
 // After `rows_layout_of`.
 inline pydet_status scaled_grouped_gemm_of(const View &a, const View &a_scale, const View &b, const View &b_scale,
                                            const View &bias, const pydet_tensor *start, const pydet_tensor *end,
-                                           const View &out, ScaledGroupedGemm *problem) {
+                                           const View &out, int64_t k_chunk, ScaledGroupedGemm *problem) {
   const int64_t tokens = a.rows(), k = a.cols(), n = b.cols(), groups = b.shape[0];
   const int64_t wanted[] = {tokens, n}, wanted_bias[] = {groups, n};
   for (const View *other : {&a_scale, &b, &b_scale, &bias, &out}) PYDET_TRY(same_device(a, *other));
   PYDET_TRY(want_shape(out, wanted, 2));
   if (bias.present()) PYDET_TRY(want_shape(bias, wanted_bias, 2));
-  PYDET_TRY(scale_of_rows(a_scale, tokens, k, false, &problem->a_scale, &problem->along_k));
-  PYDET_TRY(scale_of_rows(b_scale, n, k, true, &problem->b_scale, &problem->along_k));
+  const int64_t chunks = groups_of(k, group_along_k(k_chunk));
+  PYDET_TRY(scale_of_rows(a_scale, tokens, chunks, false, &problem->a_scale, &problem->along_k));
+  PYDET_TRY(scale_of_rows(b_scale, n, chunks, true, &problem->b_scale, &problem->along_k));
   if (a_scale.present() && a_scale.ndim > 2)
     return fail(PYDET_INVALID_SHAPE, "%s: a_scale is %s, want no leading dimension", a.op, shape_text(a_scale).text);
   const bool of_groups = b_scale.present() && b_scale.ndim > 2;

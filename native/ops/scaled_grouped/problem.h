@@ -32,7 +32,6 @@ PYDET_HD void group_offsets(const ScaledGroupedGemm &g, const GroupWalk &group, 
   at[g.kBias] = group.index * g.bias_stride, at[g.kOut] = group.first * g.out.row_stride;
 }
 
-constexpr uint64_t kScaledGroupedGemmFeatures =
-    kBias | kAccumulate | kChunks | kBrokenChunks | kAlongM | kAlongN | kOutAlongM | kColumnScales;  // all
+constexpr uint64_t kScaledGroupedGemmFeatures = kScaledGemmFeatures & ~uint64_t(kBatch);  // all
 
 }  // namespace pydet

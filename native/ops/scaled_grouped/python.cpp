@@ -10,7 +10,7 @@ struct ScaledGroupedGemmArguments {
                   out_dtype,  // a type index or None
                   accumulate, arithmetic,
                   k_chunk,  // None: 128
-                  kernel, stream);
+                  initial, kernel, stream);
 };
 
 Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, Object *keywords) {
@@ -19,10 +19,13 @@ Object *call_scaled_grouped_gemm(Object *, Object *const *args, intptr_t count, 
   ScaledCall<pydet_scaled_grouped_gemm_options, true> of;
   if (!call.arguments(names_of<ScaledGroupedGemmArguments>, 3, args, count, keywords, &given)) return nullptr;
   if (!of.read(call, given)) return nullptr;
+  Operand *initial = call.read_optional("initial", given.initial);
+  if (!initial) return nullptr;
   const pydet_tensor &a = of.a->tensor, &b = of.b->tensor;
   const bool rows = a.ndim == 2 && b.ndim == 3 && sound(a, 2) && sound(b, 2);
   const int64_t shape[2] = {rows ? a.shape[0] : 0, rows ? b.shape[2] : 0};
   if (!of.make_out(call, "scaled_grouped_gemm", rows, 2, shape)) return nullptr;
+  if (!make_room_for_sums(call, *initial, *of.out, &of.options)) return nullptr;
   const bool done = call.run(rows ? product_work(a, b.shape[2]) : 0, [&](void *stream) {
     return call.library().call<pydet_scaled_grouped_gemm>(
         stream, tensor_of(of.a), tensor_of(of.a_scale), tensor_of(of.b), tensor_of(of.b_scale), tensor_of(of.bias),

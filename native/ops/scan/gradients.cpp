@@ -12,7 +12,8 @@ pydet_status measure(const char *op, const ScanWorkspace &at, uint64_t *bytes) {
   const double floats = 2.0 * double(at.tokens) * double(at.groups) * double(at.blocks) * double(at.states) +
                         3.0 * double(at.tokens) * double(at.heads) * double(at.parts) +
                         (double(at.tokens) / checkpoint_tokens(at.states) + double(at.sequences)) * double(at.groups) *
-                            double(at.blocks) * double(at.states) * kScanColumns;
+                            double(at.blocks) * double(at.states) * kScanColumns +
+                        2.0 * double(at.tokens) * double(at.columns);
   if (floats > double(int64_t(1) << 59))
     return fail(PYDET_OVERFLOW, "%s: its workspace is of more bytes than an address reaches", op);
   *bytes = sizeof(float) * uint64_t(at.floats());

@@ -133,6 +133,7 @@ struct ScanWorkspace {
   float *data;
   int64_t sequences, tokens, heads, groups, states;  // tokens: of all sequences
   int64_t blocks, parts;  // of columns: those of a group; the most that one head has a part in
+  int64_t columns;        // of a token, of each of which two numbers are kept
 
   static constexpr int kRows = 2, kOfHeads = 3;
 
@@ -142,11 +143,17 @@ struct ScanWorkspace {
   PYDET_INLINE int64_t block_floats() const { return states * kScanColumns; }
   PYDET_INLINE int64_t floats() const {
     return row_floats() + head_floats() +
-           (tokens / checkpoint_tokens(states) + sequences) * groups * blocks * block_floats() + own_floats();
+           (tokens / checkpoint_tokens(states) + sequences) * groups * blocks * block_floats() + column_floats() +
+           own_floats();
   }
+  PYDET_INLINE int64_t column_floats() const { return 2 * tokens * columns; }
   // What the CPU works in where it has no memory of its own.
   PYDET_INLINE int64_t own_floats() const { return 4 * block_floats() + 2 * states; }
   PYDET_INLINE float *own() const { return data + floats() - own_floats(); }
+  // One of two numbers of a token's columns.
+  PYDET_INLINE float *of_column(int which, int64_t token) const {
+    return own() - column_floats() + (which * tokens + token) * columns;
+  }
   // A block's part of one of the two sums over columns at a token: [states].
   PYDET_INLINE float *row(int which, int64_t token, int64_t group, int64_t block) const {
     return data + (((which * tokens + token) * groups + group) * blocks + block) * states;
@@ -171,12 +178,13 @@ inline ScanWorkspace selective_workspace(int64_t sequences, int64_t tokens, int6
           groups,
           states,
           divide_up(heads / groups * width, kScanColumns),
-          (width + kScanColumns - 2) / kScanColumns + 1};
+          (width + kScanColumns - 2) / kScanColumns + 1,
+          0};
 }
 inline ScanWorkspace delta_workspace(int64_t sequences, int64_t tokens, int64_t heads, int64_t width, int64_t groups,
                                      int64_t keys) {
   const int64_t of_head = divide_up(width, kScanColumns);
-  return {nullptr, sequences, tokens, heads, groups, keys, heads / groups * of_head, of_head};
+  return {nullptr, sequences, tokens, heads, groups, keys, heads / groups * of_head, of_head, heads * width};
 }
 
 struct SelectiveScanBackward {

@@ -245,6 +245,8 @@ def register() -> None:
     _by_word("quantize_given", _quantize_given, 2, 1)
     _rows("rmsnorm", 2, (0,))
     _rows("rmsnorm_residual", 3, (0, 1))
+    _rows("rmsnorm_quantize", 2, (0,))
+    _rows("rmsnorm_quantize_residual", 3, (0, 1))
     _rows("rmsnorm_backward", 2, (0, 1, 3, 5), replicated=(1,))
     _rows("layernorm", 3, (0,))
     _rows("layernorm_residual", 4, (0, 1))

@@ -3,7 +3,9 @@
 ``scaled_gemm(a, b, a_scale, b_scale, bias, out_dtype, arithmetic, k_chunk)``, ``scaled_grouped_gemm(a, b, group_end,
 a_scale, b_scale, bias, ...)``, whose rows in no group are zeros, and of :func:`pydet.quantize`
 ``quantize(x, granularity, dtype, scale_dtype, power_of_two) -> (q, scale)``, ``quantize_transposed(...) -> (q, scale,
-q_t, scale_t)`` and ``quantize_given(x, scale, granularity, dtype) -> q``. None stands for bfloat16 as ``out_dtype``,
+q_t, scale_t)`` and ``quantize_given(x, scale, granularity, dtype) -> q``. Behind a norm they are
+``rmsnorm_quantize(x, weight, eps, weight_offset, granularity, ...) -> (q, scale)`` and
+``rmsnorm_quantize_residual(x, residual, weight, ...) -> (q, scale, sum)``. None stands for bfloat16 as ``out_dtype``,
 and for float8_e4m3fn and float32 as the types of q and scale. They have no gradient and refuse operands that ask for
 one.
 
@@ -20,6 +22,7 @@ import torch
 from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
 from pydet.ops import quantize
+from pydet.ops import rmsnorm_quantize as _rmsnorm_quantize
 from pydet.ops.grouped import _scaled_grouped_gemm
 from pydet.ops.scaled import _scaled_gemm
 from pydet.shapes import Operand
@@ -136,6 +139,45 @@ def _run_quantize_given(x: Tensor, scale: Tensor, granularity: str, dtype: Dtype
     return q
 
 
+def _run_norm(
+    x: Tensor,
+    residual: Any,
+    weight: Any,
+    eps: float,
+    weight_offset: float,
+    granularity: str,
+    dtype: Dtype,
+    scale_dtype: Dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, ...]:
+    q = empty_rows(x, tuple(x.shape), FP8[0] if dtype is None else dtype)
+    return _rmsnorm_quantize(  # type: ignore[call-overload]
+        x,
+        weight,
+        eps=eps,
+        weight_offset=weight_offset,
+        residual=residual,
+        granularity=granularity,
+        dtype=q.dtype,
+        scale_dtype=scale_dtype or SCALES[0],
+        power_of_two=power_of_two,
+        out=q,
+    )
+
+
+def _run_rmsnorm_quantize(
+    x: Tensor,
+    weight: Any,
+    eps: float,
+    offset: float,
+    granularity: str,
+    dtype: Dtype,
+    scale_dtype: Dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, ...]:
+    return _run_norm(x, None, weight, eps, offset, granularity, dtype, scale_dtype, power_of_two)
+
+
 # ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
 
 
@@ -221,6 +263,29 @@ def _fake_quantize_given(x: Tensor, scale: Tensor, _: str, dtype: Dtype) -> Tens
     return _empty_copies(x, dtype, False)[0]
 
 
+def _fake_norm(
+    x: Tensor,
+    residual: Any,
+    weight: Any,
+    _: float,
+    __: float,
+    granularity: str,
+    dtype: Dtype,
+    scale_dtype: Dtype,
+    *___: Any,
+) -> tuple[Tensor, ...]:
+    op = "rmsnorm_quantize"
+    rows, added, weights = operands(op, x=x, residual=residual, weight=weight)
+    TRACED.norm(op, rows, (added,), heads=True)  # a residual may be float32
+    TRACED.norm(op, rows, (), weights)
+    if granularity not in ("row", "group"):
+        fail(constants.PYDET_INVALID_VALUE, f"{op}: granularity is {granularity!r}, want row or group")
+    last = 1 if granularity == "row" else groups(x.shape[-1])
+    q = empty_rows(x, tuple(x.shape), FP8[0] if dtype is None else dtype)
+    scale = x.new_empty((*x.shape[:-1], last), dtype=scale_dtype or SCALES[0])
+    return (q, scale) if residual is None else (q, scale, residual.new_empty(residual.shape))
+
+
 # ---- The operators ---------------------------------------------------------------------------------------------------
 
 _SCALES = "Tensor? a_scale, Tensor? b_scale, Tensor? bias=None"
@@ -245,4 +310,15 @@ define(
     'quantize_given(Tensor x, Tensor scale, str granularity="row", ScalarType? dtype=None) -> Tensor',
     _run_quantize_given,
     _fake_quantize_given,
+)
+_NORM = "Tensor? weight, float eps, float weight_offset=0"
+define(
+    f"rmsnorm_quantize(Tensor x, {_NORM}, {_MADE}) -> (Tensor, Tensor)",
+    _run_rmsnorm_quantize,
+    lambda x, *rest: _fake_norm(x, None, *rest),
+)
+define(
+    f"rmsnorm_quantize_residual(Tensor x, Tensor residual, {_NORM}, {_MADE}) -> (Tensor, Tensor, Tensor)",
+    _run_norm,
+    _fake_norm,
 )

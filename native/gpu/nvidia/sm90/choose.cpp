@@ -123,6 +123,23 @@ template <class F> int fastest_tile(const Extents &own, bool chunked, const Clus
   return best;
 }
 
+constexpr int tile_named(const char *name) {
+  int tile = 0;
+  while (!equal(kSm90Tiles[tile].name, name)) ++tile;
+  return tile;
+}
+
+// Of few rows that begin between the L2's lines, whose times the rates do not foretell; -1: they may. 96x4608x4312 takes
+// 15.8 us by the first, 19.5 by the next best, 48x8192x4312 22.0 by the second (an H200, cuBLAS 15.1, 21.7).
+int few_rows_tile(const Gemm &g, const Sm90Operands &operands) {
+  constexpr int kFewest = 33, kMost = 128;
+  constexpr int64_t kLeastN = 2304, kMostN = 4800;  // of one wave
+  if (g.m < kFewest || g.m > kMost || g.n < kLeastN || g.batch.count > 1 || g.k_chunk) return -1;
+  if (!operands.a.k_adjacent || !operands.b.k_adjacent) return -1;
+  if (g.n <= kMostN) return tile_named("cuda_gemm_sm90_64x80_2x4");
+  return g.m <= kMost / 2 ? tile_named("cuda_gemm_sm90_64x128_wide") : -1;
+}
+
 // Whether the choice hands over, in one of the layouts, on a device of 132 multiprocessors.
 bool may_hand_over(int m, int n, int k) {
   constexpr Clusters clusters = {0, 0, 66, 0, 30, 0, 0, 0, 15};
@@ -141,6 +158,7 @@ bool may_hand_over(int m, int n, int k) {
 int sm90_fastest_tile(const Gemm &g, const Sm90Operands &operands) {
   const double a_line = line_of(operands.a), b_line = line_of(operands.b), whole = line_of({});
   const bool cut = a_line > whole || b_line > whole;
+  if (const int tile = cut ? few_rows_tile(g, operands) : -1; tile >= 0) return tile;
   const Extents own = {int(g.m),
                        int(g.n),
                        int(g.k),

@@ -69,6 +69,14 @@ template <class S> __device__ __forceinline__ Tile tile_of(const Sm90Problem &p,
   return tile_of(p, index, S::m, S::n, 1 << p.cluster_m_log, 1 << p.cluster_n_log, rank.row, rank.column);
 }
 
+// Rows of a tile that no box has: of an operand that has fewer, and that no other block brings a share of (plan.cpp).
+template <class S> __device__ __forceinline__ int missing_rows(const Sm90Problem &p) {
+  int missing = 0;
+  if (S::a_k_adjacent && p.cluster_n_log == 0) missing += max(S::m - p.m, 0);
+  if (S::b_k_adjacent && p.cluster_m_log == 0) missing += max(S::n - p.n, 0);
+  return missing;
+}
+
 // One thread of each producing warp. They fill the ring's stages in turn: what one does for a stage takes as long as the
 // products of a tile of 64 x 128.
 template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p, uint32_t shared, int warp) {
@@ -78,7 +86,7 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
   const OperandShare b_share = share_of<S::b_k_adjacent, S::n>(
       rank.row, p.cluster_m_log, ((1 << (1 << p.cluster_m_log)) - 1) << (rank.column << p.cluster_m_log));
   const TileSlots slots = {{shared + S::slot_barriers_at}, shared + S::slots_at};
-  const int warps = p.producers;
+  const int warps = p.producers, bytes = S::stage_bytes - missing_rows<S>(p) * kRowBytes;
   Ring<S> ring = {shared};
   ring.stage = warp;
   int others = warp;  // stages that other warps fill before this one's next
@@ -106,7 +114,7 @@ template <class S> __device__ __forceinline__ void produce(const Sm90Problem &p,
       for (; k < end; k += warps * kBlockK) {
         const uint32_t full = ring.full(), a = ring.a(), b = ring.b();
         ring.wait_empty();
-        barrier_expect(full, S::stage_bytes);
+        barrier_expect(full, bytes);
         load_operand<S::a_k_adjacent, S::m>(&p.a, full, a, k, tile.row, a_share, p.batched, a_batch);
         load_operand<S::b_k_adjacent, S::n>(&p.b, full, b, k, tile.column, b_share, p.batched, b_batch);
         ring.skip(warps);
@@ -243,12 +251,15 @@ template <class S> pydet_status launch_shape(const Gemm &g, const Sm90Operands &
   Sm90Problem problem = {};
   if (pydet_status status = sm90_plan(g, operands, tile, &problem)) return status;
   const int clusters = std::min(sm90_clusters(g.device.id, cluster), problem.tiles);
-  if constexpr (S::hands_over)
+  if constexpr (S::hands_over) {
+    if (pydet_status status = load(name, gemm_kernel<S>, S::shared_bytes)) return status;
     if (pydet_status status = sm90_begin_handover(g, tile, clusters, &problem)) return status;
+  }
   Launch shape = {name, gpu_stream(g.stream), dim3(unsigned(clusters * cluster)), dim3(S::threads)};
   shape.shared_bytes = S::shared_bytes;
   shape.cluster = cluster;
   shape.overlaps_previous = true;
+  shape.loaded = S::hands_over;
   return launch(shape, gemm_kernel<S>, problem);
 }
 

@@ -52,6 +52,8 @@ int log2_of(int power) {
 MapShape map_of(const Gemm &g, const Matrix &matrix, const Sm90Operand &operand,
                 const int64_t (&batch_strides)[kMaxBatchDims], int extent, int shares) {
   constexpr int64_t kAnyStride = kUnit;  // where there is only one of something
+  // No more rows than there are, where a block brings all of them: zeros past the last would take longer.
+  if (operand.k_adjacent && shares == 1) extent = int(std::min<int64_t>(extent, operand.rows));
   MapShape map = {matrix.data,
                   matrix.type,
                   operand.extent,

@@ -4,6 +4,8 @@
 //   s_c = the chain of steps of 32 over chunk c of k, from +0;   D = fmaf(w_c, s_c, D), c ascending
 //   w_c = fl(sa[m, c] sb[c, n]) with scales along k, else 1;     then out = round(fl(fl(D sb[n]) sa[m]) + bias)
 //
+// Chunks are of 128, or, where scales are for 32 elements each, of one step, and a launch has 64 rows or fewer.
+//
 // skinny.h brings the operands, a as its x and b^T as its w; to it two fp8 numbers are one of 16 bits. Chunks do not
 // depend on each other, so those of a stage are on the tensor cores at once, each with its own accumulators, and are
 // added in their order. All scales of a tile are brought to shared memory before its first stage has come.
@@ -21,13 +23,15 @@ namespace {
 constexpr int kWarpgroupRows = 64;
 constexpr int kMostM = 2 * kWarpgroupRows;
 constexpr int kMostTableBytes = 48 << 10;  // of scales in shared memory
+constexpr int kMostFineBytes = 96 << 10;   // and of those of 32 elements each
 constexpr int kMostTileK = 4096;           // up to which 128x64 of scaled_tiles.cu is faster for more than 64 rows,
 constexpr int kMostShortK = 2048;          // or, of few columns, up to this one
 constexpr int kMostUnalignedK = 1536;      // and up to this one where rows do not begin lines, for more than 16
 constexpr int kPair = 2;                   // fp8 numbers in one of 16 bits
 constexpr int kAheadBytes = 32 << 10;      // of b's a block that are asked of the L2 while the kernel ahead ends
 constexpr int kFewM = 16;                  // past which half a multiprocessor asks for half of them
-constexpr int kScales = 1;                 // the first of the named barriers
+constexpr int kOneWarpgroup = 80;  // columns of tiles for up to 64 rows: others would only take longer to compile
+constexpr int kScales = 1;         // the first of the named barriers
 
 struct SkinnyProblem {
   Problem p;
@@ -39,7 +43,8 @@ struct SkinnyProblem {
 };
 
 // `half`: of the registers and shared memory of a multiprocessor, so that the next kernel's blocks lie beside this one's.
-template <int tile_rows, int warpgroups, Type a, Type b, bool half = false> struct Shape {
+// `fine`: chunks of a step.
+template <int tile_rows, int warpgroups, Type a, Type b, bool half = false, bool fine = false> struct Shape {
   static constexpr Type a_type = a, b_type = b;
   static constexpr int blocks_an_sm = half ? 2 : 1;
   static constexpr bool turned = false;  // both operands have k adjacent
@@ -47,11 +52,13 @@ template <int tile_rows, int warpgroups, Type a, Type b, bool half = false> stru
   static constexpr int rows = tile_rows, box_columns = rows;
   static constexpr bool chunked = false, split = false;  // stages go on through chunks
   static constexpr int consumer_warps = warpgroups * 4, arrivals = warpgroups;
-  static constexpr int registers = rows / 2;                                                // of a chunk's sum a thread
-  static constexpr int stage_blocks = rows > 64 ? 1 : rows > 32 || warpgroups > 1 ? 2 : 4;  // boxes, and so chunks
+  static constexpr int registers = rows / 2;  // of a chunk's sum a thread
+  static constexpr int stage_blocks = rows > 64 || fine ? 1 : rows > 32 || warpgroups > 1 ? 2 : 4;  // boxes
+  static constexpr int block_chunks = fine ? kBlockSteps : 1, chunk_steps = kBlockSteps / block_chunks;
+  static constexpr int stage_chunks = stage_blocks * block_chunks;
   static constexpr int stage_steps = stage_blocks * kBlockSteps;
   // Stages whose chunks are on the tensor cores at once: what registers for their sums allow.
-  static constexpr int stages_at_once = 2 * stage_blocks * registers <= (half ? 64 : warpgroups > 1 ? 96 : 128) ? 2 : 1;
+  static constexpr int stages_at_once = 2 * stage_chunks * registers <= (half ? 64 : warpgroups > 1 ? 96 : 128) ? 2 : 1;
   static constexpr int w_block_bytes = rows * kRowBytes, w_bytes = stage_blocks * w_block_bytes;
   static constexpr int threads = consumer_warps * 32 + 64, consumers = consumer_warps * 32;
 };
@@ -189,12 +196,14 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
       });
     }
 
-    auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int block) {
+    auto start_chunk = [&](float(&sum)[S::registers], int x_stage, int w_stage, int chunk) {
+      const int block = chunk / S::block_chunks, first = chunk % S::block_chunks * S::chunk_steps;
       const uint64_t x_tile = wgmma_descriptor<true>(at.x_stage(x_stage) + warpgroup * kWarpgroupRows * kRowBytes) +
                               block * (at.x_block_bytes >> 4);
       const uint64_t w_tile = wgmma_descriptor<true>(at.w_stage(w_stage)) + (block * S::w_block_bytes >> 4);
 #pragma unroll
-      for (int i = 0; i < kBlockSteps; ++i) wgmma_fp8<S::a_type, S::b_type>(sum, x_tile + i * 2, w_tile + i * 2, i);
+      for (int i = 0; i < S::chunk_steps; ++i)
+        wgmma_fp8<S::a_type, S::b_type>(sum, x_tile + (first + i) * 2, w_tile + (first + i) * 2, i);
       wgmma_commit();
     };
     // The weights of a chunk, of rows row_0 and row_8, in the first and the second block of columns; by column a's scales
@@ -229,25 +238,25 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
     };
     // All chunks of the next stages.
     auto run_stages = [&](auto stages, int chunk) {
-      constexpr int count = decltype(stages)::value * S::stage_blocks;
+      constexpr int count = decltype(stages)::value * S::stage_chunks;
       float sum[count][S::registers], weight[count][2][2];
       Cursor<kAnyCount> x_read = x, w_read = w;
       each_of<count>([&](auto index) {
         constexpr int i = decltype(index)::value;
-        if (i % S::stage_blocks == 0) {
+        if (i % S::stage_chunks == 0) {
           barrier_wait(at.w_full(w.stage), w.parity);
           barrier_wait(at.x_full(x.stage), x.parity);
           wgmma_fence();
         }
-        start_chunk(sum[i], x.stage, w.stage, i % S::stage_blocks);
-        if (i % S::stage_blocks == S::stage_blocks - 1) x.next(), w.next();
+        start_chunk(sum[i], x.stage, w.stage, i % S::stage_chunks);
+        if (i % S::stage_chunks == S::stage_chunks - 1) x.next(), w.next();
       });
 #pragma unroll
       for (int i = 0; i < count; ++i) load_weights(weight[i], chunk + i);
       each_of<count>([&](auto index) {
         constexpr int i = decltype(index)::value;
         wgmma_wait<count - 1 - i>();
-        if (i % S::stage_blocks == S::stage_blocks - 1) {
+        if (i % S::stage_chunks == S::stage_chunks - 1) {
           if (thread % kWarpgroup == 0)
             barrier_arrive(at.x_empty(x_read.stage)), barrier_arrive(at.w_empty(w_read.stage));
           x_read.next(), w_read.next();
@@ -255,14 +264,14 @@ __device__ __forceinline__ void multiply(const SkinnyProblem &problem, const Lay
         add_chunk(sum[i], weight[i], chunk + i);
       });
     };
-    constexpr int at_once = S::stages_at_once * S::stage_blocks;
+    constexpr int at_once = S::stages_at_once * S::stage_chunks;
     int chunk = 0;
 #pragma unroll 1
     for (; chunk + at_once <= problem.chunks; chunk += at_once)
       run_stages(std::integral_constant<int, S::stages_at_once>(), chunk);
-    if (S::stages_at_once > 1 && chunk + S::stage_blocks <= problem.chunks) {
+    if (S::stages_at_once > 1 && chunk + S::stage_chunks <= problem.chunks) {
       run_stages(std::integral_constant<int, 1>(), chunk);
-      chunk += S::stage_blocks;
+      chunk += S::stage_chunks;
     }
     if (chunk < problem.chunks) {
       barrier_wait(at.w_full(w.stage), w.parity);
@@ -323,7 +332,7 @@ Gemm in_pairs(const ScaledGemm &g) {
   return pairs;
 }
 
-int64_t chunks_of(const ScaledGemm &g) { return divide_up(g.k, kScaleGroup); }
+int64_t chunks_of(const ScaledGemm &g) { return divide_up(g.k, g.fine() ? kFineGroup : kScaleGroup); }
 // Beside the second of two blocks of columns, which the last tile may not have.
 int columns_of(const ScaledGemm &g, int rows) {
   return g.along_k && (!g.b_scale.data || g.b_scale.blocks || g.b_scale.stride == 0) ? 2 : rows;
@@ -333,15 +342,15 @@ int64_t table_bytes(const ScaledGemm &g, int rows) {
   return (g.m * (chunks | 1) + chunks * columns_of(g, rows)) * 4;
 }
 
-template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) {
-  constexpr const char *name = "cuda_scaled_skinny_gemm_sm90";
-  DeviceGuard guard(g.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  SkinnyProblem problem = {};
+constexpr const char *kName = "cuda_scaled_skinny_gemm_sm90";
+
+// What the device is told. It must be current.
+template <class S>
+pydet_status describe(const ScaledGemm &g, bool x_split, SkinnyProblem *described, Launch *launch) {
+  SkinnyProblem &problem = *described;
   SkinnyPlan plan = {S::rows, x_split, S::blocks_an_sm > 1 ? kHalfSharedBytes : kMostSharedBytes, true};
   plan.more_bytes = int(table_bytes(g, S::rows));
-  Launch shape = {};
-  if (pydet_status status = prepare<S>(name, in_pairs(g), plan, &problem.p, &shape)) return status;
+  if (pydet_status status = prepare<S>(kName, in_pairs(g), plan, &problem.p, launch)) return status;
   problem.a_scale = scale_of(g, g.a_scale, g.kAScale);
   problem.b_scale = scale_of(g, g.b_scale, g.kBScale);
   problem.chunks = int(chunks_of(g));
@@ -352,7 +361,44 @@ template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) 
   const int bytes = S::blocks_an_sm > 1 && g.m > kFewM ? kAheadBytes / 2 : kAheadBytes;
   problem.p.ahead = asks ? bytes / (S::rows * kRowBytes) * kBlockK : 0;
   problem.along_k = g.along_k;
+  return PYDET_OK;
+}
+
+template <class S> pydet_status launch_shape(const ScaledGemm &g, bool x_split) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
+  SkinnyProblem problem = {};
+  Launch shape = {};
+  if (pydet_status status = describe<S>(g, x_split, &problem, &shape)) return status;
   return launch(shape, scaled_skinny_kernel<S>, problem);
+}
+
+// Rows of a in launches of so many each, for which all that may fail is asked before the first.
+template <class S> pydet_status launch_in_turn(const ScaledGemm &g, int64_t rows) {
+  DeviceGuard guard(g.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(kName, guard.error());
+  SkinnyProblem problem = {};
+  Problem &p = problem.p;
+  Launch shape = {};
+  ScaledGemm first = g;
+  first.m = std::min(rows, g.m);
+  if (pydet_status status = describe<S>(first, false, &problem, &shape)) return status;
+  EncodeTensorMap encode = nullptr;
+  if (pydet_status status = find_encoder(kName, &encode)) return status;
+  const Gemm all = in_pairs(g);
+  const MapShape of_a = map_of(all, all.a, all.m, all.a.row_stride, p.box_rows);
+  if (pydet_status status = make_map(kName, encode, of_a, &p.x)) return status;
+  if (pydet_status status = load(kName, scaled_skinny_kernel<S>, shape.shared_bytes)) return status;
+  shape.loaded = true;
+  p.pairs = p.pairs && (g.m == 1 || g.out.row_stride % 2 == 0);  // of every row
+  for (; p.x_first < g.m; p.x_first += p.m) {
+    p.m = int(std::min(rows, g.m - p.x_first));
+    if (pydet_status status = launch(shape, scaled_skinny_kernel<S>, problem)) return status;
+    p.out += p.m * g.out.row_stride * size_of(g.out.type);
+    if (p.bias) p.bias += p.m * g.bias.row_stride * size_of(g.bias.type);
+    if (g.a_scale.data) problem.a_scale.data += p.m * g.a_scale.stride * size_of(g.a_scale.type);
+  }
+  return PYDET_OK;
 }
 
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) of five layers: so few columns that there is a tile for
@@ -374,7 +420,7 @@ int fastest_columns_of_e4m3(const ScaledGemm &g) {
   if (g.m > kWarpgroupRows && width <= 128) return g.k <= kMostTileK ? 0 : 128;
   if (g.m > kWarpgroupRows) return 0;
   int best = 48;
-  for (int columns : {64, 96})
+  for (int columns : {64, kOneWarpgroup, 96})
     if (divide_up(divide_up(g.n, columns), sms) * columns <= divide_up(divide_up(g.n, best), sms) * best)
       best = columns;
   return best;
@@ -402,8 +448,19 @@ bool fits_half(const ScaledGemm &g, int columns) {
 }
 
 template <int columns, Type a, Type b> pydet_status launch_types(const ScaledGemm &g, bool split) {
-  return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
-                                        : launch_shape<Shape<columns, 2, a, b>>(g, false);
+  if constexpr (columns == kOneWarpgroup) return launch_shape<Shape<columns, 1, a, b>>(g, false);
+  else
+    return g.m <= kWarpgroupRows || split ? launch_shape<Shape<columns, 1, a, b>>(g, split)
+                                          : launch_shape<Shape<columns, 2, a, b>>(g, false);
+}
+
+// Scales of 32 elements each: for how many rows there is room beside those of a tile's columns.
+constexpr int kFineColumns = 32;
+int64_t fine_rows(const ScaledGemm &g) {
+  ScaledGemm part = g;
+  for (part.m = std::min<int64_t>(g.m, kWarpgroupRows); part.m > 0; part.m /= 2)
+    if (table_bytes(part, kFineColumns) <= kMostFineBytes) break;
+  return part.m;
 }
 
 }  // namespace
@@ -412,6 +469,7 @@ Choice scaled_skinny_sm90_choose(const ScaledGemm &g, int columns) {
   if (g.m > kMostM || g.k == 0 || g.k % kPair || !readable(g)) return {};
   if (columns == kAnyVariant) columns = fastest_columns(g);
   if (columns == 0 || table_bytes(g, columns) > kMostTableBytes) return {};
+  if (columns == kOneWarpgroup && g.m > kWarpgroupRows) return {};
   if (!of_e4m3(g) && scaled_skinny_types(columns) != kFp8Types) return {};
   const bool split = g.m > kWarpgroupRows && 2 * divide_up(g.n, columns) <= gpu_multiprocessors(g.device.id);
   return Choice(columns, Cut{split, fits_half(g, columns)});
@@ -427,10 +485,23 @@ template <int columns> pydet_status scaled_skinny_sm90(const ScaledGemm &g, cons
   });
 }
 
+bool scaled_fine_sm90_takes(const ScaledGemm &g) {
+  return g.fine() && g.k > 0 && g.k % kPair == 0 && readable(g) && fine_rows(g) > 0;
+}
+pydet_status scaled_fine_sm90(const ScaledGemm &g) {
+  return with_type<kFp8Types>(g.a.type, [&](auto a) {
+    return with_type<kFp8Types>(g.b.type, [&](auto b) {
+      return launch_in_turn<Shape<kFineColumns, 1, decltype(a)::value, decltype(b)::value, false, true>>(g,
+                                                                                                         fine_rows(g));
+    });
+  });
+}
+
 template pydet_status scaled_skinny_sm90<16>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<32>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<48>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<64>(const ScaledGemm &, const Choice &);
+template pydet_status scaled_skinny_sm90<80>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<96>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_skinny_sm90<128>(const ScaledGemm &, const Choice &);
 

@@ -34,6 +34,7 @@ struct Problem {
   int part_steps;                // of each but the last; = steps where parts = 1
   int x_split;                   // 1: every two of them read the same rows of w, and the first or the last 64 rows of x
   int box_rows;                  // of x that a block reads
+  int x_first;                   // the row of x's map at which x begins
   int x_rows;                    // that a stage of x has room for: box_rows in whole swizzle atoms
   int w_stages, x_stages;
   bool early;                                // the next kernel may start as soon as all before this one have ended
@@ -147,7 +148,7 @@ template <class S> __device__ __forceinline__ void load_x(const Problem &p, cons
   if (p.early) let_next_kernel_start();
   Cursor<kAnyCount> ring(p.x_stages);
   for (int tile = int(blockIdx.x) / p.parts; tile < p.tiles; tile += int(gridDim.x)) {
-    const int row = first_of_x(p, tile);
+    const int row = p.x_first + first_of_x(p, tile);
     each_stage<S>(p, [&](int k, int boxes) {
       uint32_t full = at.x_full(ring.stage), to = at.x_stage(ring.stage);
       barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);

@@ -21,12 +21,13 @@ constexpr int kUnit = 128;  // keys of a unit: 16 a warp, two stages of the ring
 
 template <Type type_, int d_> struct DecodeShape {
   static constexpr Type type = type_;
+  static constexpr int sharers = 1;
   static constexpr int d = d_, row_tiles = 1, rows = 8 * row_tiles;  // two spill
   static constexpr int n = kUnit / 2, chunks = d / kBlockK;
-  static constexpr int block = block_keys(d), blocks = kUnit / block;  // of a unit
-  static constexpr int units = 4;                                      // between two meetings
-  static constexpr int column_tiles = d == 256 ? 2 : 1;                // of 16, a warp's
-  static constexpr int warps = 8, consumer_warps = warps + 1;          // of which one walks sums
+  static constexpr int block = block_keys(d), blocks = kUnit / block;                       // of a unit
+  static constexpr int units = 4;                                                           // between two meetings
+  static constexpr int column_tiles = d == 256 ? 2 : 1;                                     // of 16, a warp's
+  static constexpr int warps = 8, consumer_warps = warps + 1, slot_warps = consumer_warps;  // of which one walks sums
   static constexpr int threads = (consumer_warps + 1) * 32, warps_that_meet = consumer_warps * 32;
   static constexpr int blocks_an_sm = d == 256 ? 1 : 2, stages = d == 64 ? 10 : 5;
 
@@ -60,14 +61,16 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
   const AttentionSlots<S> slots = at.slots();
   Cursor<S::stages> ring;
   Walk<kUnit> walk(p);
-  Numbers numbers(p);
+  Numbers<> numbers(p);
   Job job;
   int turn = 0;
   for (; walk.find(numbers.now(), &job); ++turn, numbers.take()) {
     slots.put(turn, job);
     const int group = job.head / p.group_heads;
-    const auto load = [&](const CUtensorMap *map, bool sequence_moves, bool group_moves, int stage) {
-      const Boxes boxes = boxes_of<S>(p, job, stage);
+    Boxes ahead = boxes_of<S>(p, job, 2 * job.begin);
+    const auto load = [&](const CUtensorMap *map, bool sequence_moves, bool group_moves, int next) {
+      const Boxes boxes = ahead;
+      ahead = boxes_of<S>(p, job, next);  // a page is known by when its turn comes
       barrier_wait(at.empty(ring.stage), ring.parity ^ 1);
       load_block<S>(p, map, sequence_moves, group_moves, boxes, group, at.stage(ring.stage), at.full(ring.stage));
       ring.next();
@@ -76,14 +79,14 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
       const int stop = units_from<S>(p, unit, job.end).stop;
 #pragma unroll 1
       for (int stage = 2 * unit; stage < 2 * stop; ++stage) {
-        load(&p.k, p.sequence_moves_k, p.group_moves_k, stage);
+        load(&p.k, p.sequence_moves_k, p.group_moves_k, stage + 1 < 2 * stop ? stage + 1 : 2 * unit);
         if (stage == 2 * job.begin) {
           barrier_wait(at.q_empty(0), (turn & 1) ^ 1);
           if (threadIdx.x % 32 == 0) load_queries<S>(p, job, 0, at.q(0), at.q_full(0));
         }
       }
 #pragma unroll 1
-      for (int stage = 2 * unit; stage < 2 * stop; ++stage) load(&p.v, p.sequence_moves_v, p.group_moves_v, stage);
+      for (int stage = 2 * unit; stage < 2 * stop; ++stage) load(&p.v, p.sequence_moves_v, p.group_moves_v, stage + 1);
       unit = stop;
     }
   }
@@ -404,7 +407,7 @@ template <class S> __device__ __forceinline__ void multiply_jobs(const Attention
   named_sync(4, S::warps * 32);
   if (load_word(flag) == 0.0f) return;
   Walk<kUnit> walk(p);
-  Numbers numbers(p);
+  Numbers<> numbers(p);
   Job job;
   for (; walk.find(numbers.now(), &job); numbers.take()) {
     const Lengths x = {job.queries, job.keys, job.q_first, job.k_first};

@@ -1,10 +1,10 @@
 // Attention, forward, on Hopper's tensor cores: out = softmax(q k^T) v for one tile of rows after another.
 //
-//   A block is persistent. One warp loads by TMA: a job's queries, and through one ring its blocks of keys and of
-//   values, in the order in which they are multiplied: the scores of a block come before the values of the block ahead
-//   of it. Warpgroups of 64 rows take turns on the tensor cores: in its turn one starts the scores of its next block
-//   (q and k from shared memory) and the product of the last one's weights, which are in its registers, with their
-//   values. While another has its turn it makes weights of the scores. All of a block's jobs are one such loop: the
+//   A block is persistent. One warp finds its jobs. One loads by TMA: a job's queries, and through one ring its blocks
+//   of keys and of values, in the order in which they are multiplied: the scores of a block come before the values of
+//   the block ahead of it. Warpgroups of 64 rows take turns on the tensor cores: in its turn one starts the scores of its
+//   next block (q and k from shared memory) and the product of the last one's weights, which are in its registers, with
+//   their values. While another has its turn it makes weights of the scores. All of a block's jobs are one such loop: the
 //   first scores of a job lie beside the last values of the one before. Keys longer than a segment: o is folded into
 //   O, which lies in shared memory, or for d = 256 in the L2, each element where the thread that has it finds it
 //   again. Measured: bench/README.md.
@@ -32,28 +32,49 @@ template <int stages> struct RingPlace {
   }
 };
 
+// ---- The warp that finds jobs ------------------------------------------------------------------------------------
+
+// The next one while the warp that loads has loads of the last to wait for; of one count no earlier than it comes near the
+// end of that.
+template <class S> __device__ __forceinline__ void find_jobs(const AttentionPlan &p, const Layout<S> &at) {
+  const AttentionSlots<S> slots = at.slots();
+  Walk<S::n, S::sharers> walk(p);
+  Numbers<S::sharers> numbers(p);
+  Job job;
+  int turn = 0;
+  for (; walk.find(numbers.now(), &job); numbers.take(), ++turn) {
+    slots.put(turn, job);
+    if (elected())
+      for (int i = 0; i < S::warpgroups; ++i) ask_for_queries<S>(p, job, i);
+    if (p.taken) barrier_wait(at.late(), turn & 1);
+    numbers.ask();
+  }
+  job = {};
+  slots.put(turn, job);
+}
+
 // ---- The warp that loads -----------------------------------------------------------------------------------------
 
 template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan &p, const Layout<S> &at) {
   const AttentionSlots<S> slots = at.slots();
   const bool one = threadIdx.x % 32 == 0;
   RingPlace<S::stages> ring;
-  Walk<S::n> walk(p);
-  Numbers numbers(p);
-  Job job;
   Boxes values = {};  // of the block ahead
-  int values_group = -1, turn = 0;
+  int values_group = -1;
   const auto load = [&](const CUtensorMap *map, bool sequence_moves, bool group_moves, const Boxes &boxes, int group) {
     barrier_wait(at.empty(ring.stage), ring.parity ^ 1);
     load_block<S>(p, map, sequence_moves, group_moves, boxes, group, at.stage(ring.stage), at.full(ring.stage));
     ring.next();
   };
   const auto load_values = [&] { load(&p.v, p.sequence_moves_v, p.group_moves_v, values, values_group); };
-  for (; walk.find(numbers.now(), &job); ++turn, numbers.take()) {
-    slots.put(turn, job);
+  for (int turn = 0;; ++turn) {
+    slots.wait(turn);
+    const Job job = slots.look(turn);
+    slots.give_back(turn);
+    if (!job.end) break;
     const int group = job.head / p.group_heads, late = max(job.begin, job.end - 2);
     for (int block = job.begin; block < job.end; ++block) {
-      if (block == late) numbers.ask();
+      if (p.taken && block == late && one) barrier_arrive(at.late());
       const Boxes boxes = boxes_of<S>(p, job, block);
       load(&p.k, p.sequence_moves_k, p.group_moves_k, boxes, group);
       if (values_group >= 0) load_values();
@@ -68,8 +89,6 @@ template <class S> __device__ __forceinline__ void load_jobs(const AttentionPlan
     }
   }
   if (values_group >= 0) load_values();
-  job = {};
-  slots.put(turn, job);
 }
 
 // Of a block's scores or weights all, or those of the lower half of its keys, where a warpgroup's rows see none above.
@@ -125,6 +144,11 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
   const auto release = [&](uint32_t barrier) {
     if (first_lane) barrier_arrive(barrier);
   };
+  const auto release_stage = [&](int stage) {
+    release(at.empty(stage));
+    if constexpr (S::sharers > 1)
+      if (first_lane) barrier_arrive(at.empty(stage), int(blockIdx.x) % 2 ^ 1);
+  };
   const auto scores = [&](int stage, auto of) {
     const uint64_t q = wgmma_descriptor<true>(at.q(warpgroup)), k = wgmma_descriptor<true>(at.stage(stage));
     wgmma_fence();
@@ -175,7 +199,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
         values.next();
         const bool begins = S::through && block == next_segment;
         barrier_wait(at.full(ring.stage), ring.parity);
-        barrier_wait(at.full(values.stage), values.parity);
+        if (!S::late_values) barrier_wait(at.full(values.stage), values.parity);
         my_turn();
         scores(ring.stage, Whole());
         const bool closed = S::through && closing;
@@ -183,6 +207,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           your_turn();
           close();
         }
+        if (S::late_values) barrier_wait(at.full(values.stage), values.parity);
         products(values.stage, false);
         if (!closed) your_turn();
         if (begins) fold.finish(p, at, fold.fours - fold.ahead);
@@ -193,7 +218,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           next_segment += p.segment_blocks;
         }
         wgmma_wait<1>();
-        release(at.empty(ring.stage));
+        release_stage(ring.stage);
         Step step;
         const bool moved = move_references(s, sums.m, p.c, step);
         if constexpr (S::ahead == 8) {
@@ -208,13 +233,13 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
           sum_weights<5, 7>(s, sums.l);
           const bool negative = sums.l[0][0] < 0 || sums.l[0][1] < 0 || sums.l[1][0] < 0 || sums.l[1][1] < 0;
           wait_and_rescale((moved && !begins) || negative, step);
-          release(at.empty(values.stage));
+          release_stage(values.stage);
           sum_weights<7, 8>(s, sums.l);
           round_weights<S::type>(s, weights);
         } else {
           weigh_scores<0, S::ahead>(s, p.c, step);
           wait_and_rescale(moved && !begins, step);
-          release(at.empty(values.stage));
+          release_stage(values.stage);
           scale_sums(sums.l, step);
           weigh_scores<S::ahead, 8>(s, p.c, step);
           add_weights<S::type>(s, sums.l, weights);
@@ -234,7 +259,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       if (live && fresh) barrier_wait(at.q_full(warpgroup), turn & 1);
       barrier_wait(at.full(ring.stage), ring.parity);
     }
-    if (behind) barrier_wait(at.full(values.stage), values.parity);
+    if (behind && !(S::late_values && live && weighted)) barrier_wait(at.full(values.stage), values.parity);
 
     bool moved = false, masked = false;
     Step step;
@@ -247,7 +272,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
     if (S::halves) lower = same_in_warp(lower);
     const auto softmax = [&](auto of) {
       auto &mine = part_of<decltype(of)::value>(s);
-      release(at.empty(ring.stage));
+      release_stage(ring.stage);
       if (block + 1 == sight.end) release(at.q_empty(warpgroup));
       if (masked) {
         const Job job = slots.look(turn);
@@ -264,6 +289,7 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       const bool early = S::d == 64 || (S::through && closing);
       if (early) your_turn();
       if (S::through && closing) close();
+      if (S::late_values) barrier_wait(at.full(values.stage), values.parity);
       products(values.stage, past_lower);
       if (!early) your_turn();
       if (closes) total();
@@ -291,9 +317,9 @@ __device__ __forceinline__ void multiply_jobs(const AttentionPlan &p, const Layo
       } else {
         your_turn();
       }
-      if (more) release(at.empty(ring.stage));
+      if (more) release_stage(ring.stage);
     }
-    if (behind) release(at.empty(values.stage));
+    if (behind) release_stage(values.stage);
     closing = through && closes && live && !fresh;
     if (closes && live && !fresh) {
       if (!through) fold.template put<false>(p, at, o);
@@ -332,25 +358,34 @@ __global__ void __launch_bounds__(S::threads, 1) attention_forward(const __grid_
   const int warp = same_in_warp(int(threadIdx.x) / 32);
   if (threadIdx.x == S::consumer_warps * 32) {
     for (int i = 0; i < S::warpgroups; ++i) barrier_init(at.q_full(i), 1), barrier_init(at.q_empty(i), 4);
-    for (int i = 0; i < S::stages; ++i) barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps);
+    for (int i = 0; i < S::stages; ++i)
+      barrier_init(at.full(i), 1), barrier_init(at.empty(i), S::consumer_warps * S::sharers);
     at.slots().init();
+    barrier_init(at.late(), 1);
     fence_barrier_init();
   }
   __syncthreads();
+  if (S::sharers > 1) cluster_sync_relaxed();
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (warp >= S::consumer_warps) {
     if constexpr (S::moves_registers) registers_down<S::producer_registers>();
     if (warp == S::consumer_warps) load_jobs<S>(p, at);
+    if (warp == S::consumer_warps + 1) find_jobs<S>(p, at);
   } else {
     if constexpr (S::moves_registers) registers_up<S::consumer_registers>();
     multiply_jobs<S>(p, at, warp / 4);
+  }
+  if (S::sharers > 1) {
+    __syncwarp();
+    cluster_sync_relaxed();  // before this block's memory is gone
   }
 }
 
 template <class S> pydet_status launch_shape(const Launch &launch, const AttentionPlan &plan) {
   Launch shape = launch;
   shape.block = dim3(S::threads);
+  shape.cluster = S::sharers;
   shape.shared_bytes = S::shared_bytes;
   return pydet::launch(shape, attention_forward<S>, plan);
 }
@@ -360,19 +395,33 @@ template <class S> pydet_status launch_shape(const Launch &launch, const Attenti
 #ifndef PYDET_ATTENTION_TYPE
 #error "one object a type: 1 bf16, 2 fp16"
 #endif
-template <Type type>
-pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide) {
+// Calls f with the shape that the plan asks for.
+template <Type type, class F> pydet_status with_shape(const AttentionPlan &plan, bool wide, const F &f) {
   const auto sized = [&](auto constant) {
     constexpr int d = decltype(constant)::value;
-    if (wide && plan.one_segment) return launch_shape<AttentionTileOfOne<type, d>>(launch, plan);
-    return wide ? launch_shape<AttentionTile<type, d, true>>(launch, plan)
-                : launch_shape<AttentionTile<type, d, false>>(launch, plan);
+    if (!wide) return f(AttentionTile<type, d, false>());
+    if constexpr (d > 64)
+      if (plan.sharers == 2)
+        return plan.one_segment ? f(AttentionTileOfOne<type, d, 2>()) : f(AttentionTile<type, d, true, 2>());
+    return plan.one_segment ? f(AttentionTileOfOne<type, d>()) : f(AttentionTile<type, d, true>());
   };
   return plan.d <= 64    ? sized(std::integral_constant<int, 64>())
          : plan.d <= 128 ? sized(std::integral_constant<int, 128>())
                          : sized(std::integral_constant<int, 256>());
 }
 
+template <Type type> pydet_status attention_load_sm90(const char *name, const AttentionPlan &plan, bool wide) {
+  return with_shape<type>(plan, wide, [&](auto shape) {
+    using S = decltype(shape);
+    return load(name, attention_forward<S>, S::shared_bytes);
+  });
+}
+template <Type type>
+pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide) {
+  return with_shape<type>(plan, wide, [&](auto shape) { return launch_shape<decltype(shape)>(launch, plan); });
+}
+
+template pydet_status attention_load_sm90<Type(PYDET_ATTENTION_TYPE)>(const char *, const AttentionPlan &, bool);
 template pydet_status attention_forward_sm90<Type(PYDET_ATTENTION_TYPE)>(const Launch &, const AttentionPlan &, bool);
 
 }  // namespace pydet

@@ -60,10 +60,10 @@ __device__ __forceinline__ Keys keys_of(const AttentionPlan &p, const Job &job, 
   return {max(place + first - p.left, 0), min(place + last + p.right, job.keys - 1) + 1};
 }
 
-template <int n>
+template <int n, int sharers = 1>
 __device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, int sequence, int unit, int head_job) {
   Job job;
-  job.sequence = sequence, job.head = head_job * p.pack;
+  job.sequence = sequence, job.head = (head_job * sharers + (sharers > 1 ? int(blockIdx.x) % sharers : 0)) * p.pack;
   const int tiles = p.split ? tiles_of(p, x) : 0;
   job.segment = p.split ? unit / tiles : 0;
   job.query = (unit - job.segment * tiles) * p.job_queries;
@@ -88,7 +88,7 @@ __device__ __forceinline__ Job job_of(const AttentionPlan &p, const Lengths &x, 
 // same keys stand together. Of others: units that see at least half as many keys as any first, one sequence after another
 // and each in that order, then those that see at least a quarter, and so on; or, where they are split, all sequences that
 // have a unit before those that have the one below it.
-template <int n> class Walk {
+template <int n, int sharers = 1> class Walk {
  public:
   __device__ __forceinline__ explicit Walk(const AttentionPlan &plan) : p(plan) {
     if (p.uniform) {
@@ -113,7 +113,7 @@ template <int n> class Walk {
       const int rest = number - first * level, here = min(p.section, pairs - first), down = rest / here;
       if (down >= level) return false;
       const int pair = first + rest - down * here, sequence = pair / p.job_heads;
-      *job = job_of<n>(p, lengths_of(p, sequence), sequence, level - 1 - down, pair - sequence * p.job_heads);
+      *job = job_of<n, sharers>(p, lengths_of(p, sequence), sequence, level - 1 - down, pair - sequence * p.job_heads);
     } else if (p.in_turn) {
       for (int all; all = __shfl_sync(0xFFFFFFFFu, jobs, 31), number - before >= all;) {
         before = min(before + all, kMostJobs);
@@ -125,7 +125,7 @@ template <int n> class Walk {
       const int top = units_below(x, level + 1), height = top - units_below(x, level), section = section_of(x.keys),
                 own = number - before - (which ? ahead : 0), first = own / (section * height) * section,
                 rest = own - first * height, here = min(section, p.job_heads - first), down = rest / here;
-      *job = job_of<n>(p, x, sequence, top - 1 - down, first + rest - down * here);
+      *job = job_of<n, sharers>(p, x, sequence, top - 1 - down, first + rest - down * here);
     } else {
       while (number - level_first >= level_sequences * p.job_heads) {
         if (--level < 0) return false;
@@ -139,7 +139,7 @@ template <int n> class Walk {
       while (rank >= __popc(who)) rank -= __popc(who), i += 32, who = having(i);
       for (; rank > 0; --rank) who &= who - 1;
       const int sequence = i + __ffs(int(who)) - 1;
-      *job = job_of<n>(p, lengths_of(p, sequence), sequence, level, head_job);
+      *job = job_of<n, sharers>(p, lengths_of(p, sequence), sequence, level, head_job);
     }
     return true;
   }
@@ -203,38 +203,39 @@ template <int n> class Walk {
     const int groups = p.heads / p.group_heads;
     if (keys > p.most_held || keys <= p.most_held / groups) return p.job_heads;
     const int sections = (groups + max(p.held / keys, 1) - 1) / max(p.held / keys, 1);
-    return (groups + sections - 1) / sections * (p.group_heads / p.pack);
+    return (groups + sections - 1) / sections * (p.group_heads / (p.pack * sharers));
   }
 };
 
-// The numbers of this block's jobs. Blocks take them in turns, every second time around from the last block to the first:
-// so none has the larger one each time. Or each takes the next of all when it has need of one, which the warp that loads
-// does; what number followed which is then written down.
-class Numbers {
+// The numbers of this block's jobs, and of those that share its keys. They are taken in turns, every second time around
+// from the last block to the first: so none has the larger one each time. Or each takes the next of all when it has need of
+// one, which the warp that finds jobs does; what number followed which is then written down.
+template <int sharers = 1> class Numbers {
  public:
-  __device__ __forceinline__ explicit Numbers(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x)) {}
+  __device__ __forceinline__ explicit Numbers(const AttentionPlan &plan) : p(plan), number(int(blockIdx.x) / sharers) {}
   __device__ __forceinline__ int now() const { return number; }
-  // Of the warp that loads, some time before it goes on to the next.
+  // Of the warp that finds jobs, some time before it goes on to the next.
   __device__ __forceinline__ void ask() {
-    if (p.taken && threadIdx.x % 32 == 0) asked = atomicAdd(p.taken, 1);
+    if (counted() && threadIdx.x % 32 == 0) asked = atomicAdd(p.taken, 1);
   }
   __device__ __forceinline__ void take() {
-    if (!p.taken) return turn();
+    if (!counted()) return turn();
     const int next = int(gridDim.x) + __shfl_sync(0xFFFFFFFFu, asked, 0);
     if (threadIdx.x % 32 == 0 && number < p.numbers) p.followed[number] = next;
     number = next;
   }
   // Of others, later.
   __device__ __forceinline__ void follow() {
-    if (!p.taken) return turn();
+    if (!counted()) return turn();
     number = number < p.numbers ? p.followed[number] : p.numbers;
   }
 
  private:
   const AttentionPlan &p;
   int number, asked = 0;  // or asked: how often it was this block's turn
+  __device__ __forceinline__ bool counted() const { return sharers == 1 && p.taken; }
   __device__ __forceinline__ void turn() {
-    const int blocks = int(gridDim.x), block = int(blockIdx.x);
+    const int blocks = int(gridDim.x) / sharers, block = int(blockIdx.x) / sharers;
     number = ++asked * blocks + (asked % 2 ? blocks - 1 - block : block);
   }
 };
@@ -247,10 +248,10 @@ template <class S> struct AttentionSlots {
   __device__ __forceinline__ uint32_t full(int turn) const { return full_barriers + turn % S::kSlots * 8; }
   __device__ __forceinline__ uint32_t empty(int turn) const { return empty_barriers + turn % S::kSlots * 8; }
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < S::kSlots; ++i) barrier_init(full(i), 1), barrier_init(empty(i), S::consumer_warps);
+    for (int i = 0; i < S::kSlots; ++i) barrier_init(full(i), 1), barrier_init(empty(i), S::slot_warps);
   }
 
-  // All lanes of the warp that loads.
+  // All lanes of the warp that finds jobs.
   __device__ __forceinline__ void put(int turn, const Job &job) const {
     barrier_wait(empty(turn), (turn / S::kSlots & 1) ^ 1);
     if (threadIdx.x % 32 == 0) {
@@ -266,7 +267,7 @@ template <class S> struct AttentionSlots {
     }
   }
 
-  // All threads that multiply.
+  // All threads that multiply or load.
   __device__ __forceinline__ void wait(int turn) const { barrier_wait(full(turn), turn / S::kSlots & 1); }
   __device__ __forceinline__ Job look(int turn) const {
     Job job;
@@ -307,6 +308,7 @@ template <class S> struct Layout {
   __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return base + S::q_empty_at + warpgroup * 8; }
   __device__ __forceinline__ uint32_t full(int i) const { return base + S::full_at + i * 8; }
   __device__ __forceinline__ uint32_t empty(int i) const { return base + S::empty_at + i * 8; }
+  __device__ __forceinline__ uint32_t late() const { return base + S::late_at; }
   __device__ __forceinline__ AttentionSlots<S> slots() const {
     return {base + S::slots_at, base + S::slot_full_at, base + S::slot_empty_at};
   }

@@ -6,6 +6,7 @@
 #include "gpu/kernels.h"
 #include "gpu/nvidia/sm90/attention/maps.h"
 #include "core/choice.h"
+#include "gpu/nvidia/sm90/gemm.h"
 
 namespace pydet {
 namespace {
@@ -112,6 +113,8 @@ Cut fastest(const Attention &a, int64_t least, int64_t sms) {
     if (2 * few.tiles <= sms) return few;
   }
   if (a.keys <= a.kv_chunk) return cut;
+  // Of a pack the keys are those of all: one sequence seldom has most of them.
+  if (a.q_start && a.k_start && a.keys <= 2 * a.kv_chunk) return cut;
   const bool known = !a.q_start && !a.k_start && !a.k_length && !a.first_key, narrow = a.d <= 64;
   cut.split = cut.tiles < (!cut.wide && !known ? 2 * sms : cut.wide || narrow ? sms * 3 / 4 : sms * 3 / 8);
   if (decodes(a, cut) && !narrow && a.keys > 2 * a.kv_chunk) cut.split |= cut.tiles > least && cut.tiles < 2 * sms;
@@ -136,6 +139,16 @@ int64_t section_of(const Attention &a, const Cut &cut, int64_t sms) {
   if (causal && jobs < (of_group <= 2 ? sms / 2 : 4 * sms)) return jobs;
   const int64_t at_once = std::max<int64_t>(held_at_once(a, causal) / bytes, 1);
   return divide_up(groups, divide_up(groups, at_once)) * of_group;
+}
+
+// Blocks of a cluster that share keys and values: two, of heads that stand beside each other in a group, where pages are
+// so small that a block takes long to load them: it loads half. Larger boxes are loaded soon enough by each, and blocks
+// that wait for each other lose 1 to 5 %. Few tiles are not shared out as well by twos.
+constexpr int64_t kSmallPage = 16;
+int sharers_of(const Attention &a, const Cut &cut, int64_t sms) {
+  const bool pages = a.pages && a.page_size <= kSmallPage,
+             shares = pages && cut.wide && !cut.split && cut.pack == 1 && a.heads / a.groups % 2 == 0 && a.d > 64;
+  return shares && cut.tiles >= 2 * sms ? 2 : 1;
 }
 
 // Whether spread.cu has them: all clusters at once, a block a multiprocessor.
@@ -183,6 +196,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   auto cut = choice.cut<Cut>();
   const int64_t group_heads = a.heads / a.groups, sms = gpu_multiprocessors(a.device.id);
   const bool decode = decodes(a, cut), spread = spreads(a, cut, sms);
+  const int sharers = sharers_of(a, cut, sms);
   if (decode) cut.pack = int(group_heads), cut.warpgroup_queries = cut.job_queries = kDecodeRows / cut.pack;
   const int block = decode && !spread ? kDecodeUnit : block_keys(a.d);
   DeviceGuard guard(a.device.id);
@@ -190,7 +204,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   AttentionPlan p = {};
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
-  const int most_keys = decode ? kDecodeBox : block;
+  const int most_keys = decode ? kDecodeBox : block / sharers;
   p.box_keys = int(a.pages ? std::min<int64_t>(most_keys, a.page_size) : most_keys);
   const int64_t stored = a.pages ? a.page_count : a.sequences, tokens = a.pages ? a.page_size : a.keys;
   const MapShape k = map_of(a.k, a.d, tokens, a.groups, stored, p.box_keys);
@@ -216,12 +230,13 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   p.q_start = a.q_start, p.k_start = a.k_start, p.k_length = a.k_length, p.first_key = a.first_key, p.pages = a.pages;
   p.pages_stride = a.pages_stride, p.page_size = int(a.page_size), p.page_count = int(a.page_count);
   p.uniform = !a.q_start && !a.k_start && !a.k_length && !a.first_key;
-  p.pack = cut.pack, p.job_heads = int(a.heads / cut.pack);
+  p.sharers = sharers;
+  p.pack = cut.pack, p.job_heads = int(a.heads / (cut.pack * sharers));
   p.warpgroup_queries = cut.warpgroup_queries, p.job_queries = cut.job_queries;
   p.segment_keys = int(std::min(a.kv_chunk, kMost)), p.segment_blocks = p.segment_keys / block;
   p.split = cut.split;
   p.one_segment = cut.split || a.keys <= a.kv_chunk;
-  p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms));
+  p.section = int(decode ? a.sequences * p.job_heads : section_of(a, cut, sms) / sharers);
   const int64_t key_bytes = 2 * (a.d + a.e);
   p.in_turn = (a.q_start ? in_sizes(a) : decode && !p.uniform) && !cut.split, p.halves = true;
   p.held = int(held_at_once(a, a.causal && a.window_left == kNoWindow) / key_bytes);
@@ -239,7 +254,7 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
     p.parts = p.part_o + p.part_count * divide_up(a.keys, a.kv_chunk) * a.e;
   } else {
     p.running = static_cast<float *>(a.workspace);
-    const uint64_t before = cut.wide ? bytes_of_running(a) : 0, bytes = bytes_of_numbers(a, cut);
+    const uint64_t before = cut.wide ? bytes_of_running(a) : 0, bytes = sharers > 1 ? 0 : bytes_of_numbers(a, cut);
     if (bytes && a.workspace_size >= before + bytes) {
       p.taken = reinterpret_cast<int *>(static_cast<char *>(a.workspace) + before);
       p.followed = p.taken + kTakenBytes / 4, p.numbers = int(numbers_of(a, cut));
@@ -247,16 +262,21 @@ pydet_status attention_sm90(const Attention &a, const Choice &choice) {
   }
 
   const int64_t most_jobs =
-      cut.tiles * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
+      cut.tiles / sharers * (p.split ? divide_up(a.keys, a.kv_chunk) : 1) + (a.q_start ? a.sequences * p.job_heads : 0);
   int64_t blocks = std::min<int64_t>(decode && a.d <= kNarrowD ? 2 * sms : sms, most_jobs);
   if (!p.split && cut.wide && bytes_of_running(a)) blocks = std::min<int64_t>(blocks, kRunningBlocks);
+  if (sharers > 1)
+    blocks = sharers * std::min<int64_t>({sm90_clusters(a.device.id, sharers), most_jobs, blocks / sharers});
   if (spread) blocks = a.sequences * p.job_heads * divide_up(a.keys, kSpreadKeys);  // clusters
   Launch launch = {name, static_cast<gpu_stream>(a.stream), dim3(unsigned(blocks)), dim3(1)};
   launch.overlaps_previous = true;
-  if (p.taken)
-    if (pydet_status status = attention_clear_sm90(launch, p)) return status;
   const auto run = [&](auto type) {
     constexpr Type kType = decltype(type)::value;
+    if (p.taken) {
+      if (pydet_status status = attention_load_sm90<kType>(name, p, cut.wide)) return status;
+      launch.loaded = true;
+      if (pydet_status status = attention_clear_sm90(launch, p)) return status;
+    }
     const pydet_status status = spread   ? attention_spread_sm90<kType>(launch, p)
                                 : decode ? attention_decode_sm90<kType>(launch, p)
                                          : attention_forward_sm90<kType>(launch, p, cut.wide);

@@ -64,10 +64,13 @@ struct AttentionPlan {
   int *taken;     // blocks take their jobs from one count: how many are taken beside each block's first; NULL: in turns
   int *followed;  // by which job's number, in its block, of `numbers` jobs at most
   int numbers;
+  int sharers;  // blocks of a cluster, which have the jobs' heads one after another
 };
 
 template <Type type>
 pydet_status attention_forward_sm90(const Launch &launch, const AttentionPlan &plan, bool wide);
+template <Type type>
+pydet_status attention_load_sm90(const char *name, const AttentionPlan &plan, bool wide);  // its kernel
 template <Type type>
 pydet_status attention_decode_sm90(const Launch &launch, const AttentionPlan &plan);
 template <Type type>

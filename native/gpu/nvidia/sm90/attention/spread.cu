@@ -19,6 +19,7 @@ namespace {
 
 template <Type type_, int d_> struct SpreadShape {
   static constexpr Type type = type_;
+  static constexpr int sharers = 1;  // of load_block: boxes go to this block alone
   static constexpr int d = d_, rows = kSpreadRows, chunks = d / kBlockK, n = kSpreadBox;
   static constexpr int block = block_keys(d), keys = kSpreadKeys, blocks = keys / block;
   static constexpr int parts = spread_parts(d), part_keys = keys / parts;  // of a cluster
@@ -78,14 +79,13 @@ __device__ __forceinline__ void load_part(const AttentionPlan &p, const Part &pa
     if (!part.has(key)) continue;
     const uint32_t barrier = base + S::v_full_at + i * 8;
     const Boxes at = boxes_of<S>(p, job, key / S::n);
-    if (lane == 0) barrier_expect(barrier, S::v_stage_bytes);
+    if (elected()) barrier_expect(barrier, S::v_stage_bytes);
     __syncwarp();
-    if (lane * p.box_keys < S::n)
-      load_box<5, false>(
-          base + S::v_at + i * S::v_stage_bytes + lane * p.box_keys * S::v_row_bytes, &p.v, barrier,
-          Place{
-              rank * kSpreadColumns, at.token, {p.group_moves_v ? group : 0, p.sequence_moves_v ? at.sequence : 0, 0}},
-          0);
+    each_box<S::n>(p, at, 0, [&](int key, int token, int sequence) {
+      const Place place = {
+          rank * kSpreadColumns, token, {p.group_moves_v ? group : 0, p.sequence_moves_v ? sequence : 0, 0}};
+      load_box<5, false>(base + S::v_at + i * S::v_stage_bytes + key * S::v_row_bytes, &p.v, barrier, place, 0);
+    });
   }
 }
 

@@ -122,9 +122,12 @@ template <class S> struct Fold {
 #pragma unroll
       for (int i = 0; i < fours; ++i) running.store(i, worth.folded(running.load(i), four(x, i)));
     } else {
+      const Worth worth = SharedTotals<S>{at.base}.worth();
 #pragma unroll
-      for (int i = 0; i < fours; ++i) __stcg(running.waiting(i), four(x, i));
-      next = 0;
+      for (int i = S::held; i < fours; ++i) __stcg(running.waiting(i), four(x, i));
+#pragma unroll
+      for (int i = 0; i < S::held; ++i) running.store(i, worth.folded(running.load(i), four(x, i)));
+      next = S::held;
     }
     runs = true;
   }
@@ -255,8 +258,8 @@ __device__ __forceinline__ bool store_tile(const AttentionPlan &p, const Layout<
 
 // Once all jobs are done: a warp's rows that are not finite, again.
 template <class S> __device__ __forceinline__ void repair_rows(const AttentionPlan &p, int warp) {
-  Walk<S::n> walk(p);
-  Numbers numbers(p);
+  Walk<S::n, S::sharers> walk(p);
+  Numbers<S::sharers> numbers(p);
   Job job;
   for (; walk.find(numbers.now(), &job); numbers.follow()) {
     const Lengths x = {job.queries, job.keys, job.q_first, job.k_first};

@@ -9,12 +9,15 @@ namespace pydet {
 
 // d: 64, 128 or 256, elements of a head with the zeros that fill it up. `warpgroups` of 64 rows each take turns on the
 // tensor cores. The ring has `stages` of a block's keys or values.
-template <Type type_, int d_, int warpgroups_, int stages_, bool one_ = false> struct AttentionShape {
+template <Type type_, int d_, int warpgroups_, int stages_, bool one_ = false, int sharers_ = 1>
+struct AttentionShape {
+  static constexpr int sharers = sharers_;  // blocks that have each key and value once, half of them loaded by each
   static constexpr Type type = type_;
   static constexpr bool one = one_;  // segment has all keys of a job: no O beside o
   static constexpr int d = d_, warpgroups = warpgroups_, stages = stages_;
   static constexpr int n = block_keys(d), chunks = d / kBlockK, rows = warpgroups * kAttentionWarpgroupRows;
   static constexpr int consumer_warps = warpgroups * kWarpgroup / 32;
+  static constexpr int slot_warps = consumer_warps + 1;  // that look at jobs
   // Short keys gain little by turns.
   static constexpr bool turns = warpgroups > 1 && !(one && d != 128);
   // One warp loads. Beside several warpgroups it is one of four, since registers are moved by warpgroups.
@@ -24,13 +27,17 @@ template <Type type_, int d_, int warpgroups_, int stages_, bool one_ = false> s
   // Whether a block of which no row sees the upper half of the keys is made of the lower alone; d = 256 and one warpgroup
   // have too few registers for another way of starting.
   static constexpr bool halves = d <= 128 && warpgroups > 1;
-  static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 32);
+  // One more finds jobs.
+  static constexpr int threads = warpgroups * kWarpgroup + (moves_registers ? kWarpgroup : 64);
   static constexpr int producer_registers = warpgroups == 2 ? 40 : 32, consumer_registers = warpgroups == 2 ? 232 : 160;
 
   // Eighths of a block's weights that are made before the products beside them are waited for: the rest then runs
   // beside sums and rounding. Of d = 64, whose products are the shorter, all of them (4 to 7 % faster or slower the
   // other way).
   static constexpr int ahead = d == 64 ? 8 : 4;
+
+  // Whether a block's values are waited for once its scores are under way; at d = 256 before (1 % the other way).
+  static constexpr bool late_values = d <= 128;
 
   static constexpr int q_box_bytes = kAttentionWarpgroupRows * kRowBytes, q_bytes = chunks * q_box_bytes;
   static constexpr int box_bytes = n * kRowBytes, stage_bytes = chunks * box_bytes;
@@ -47,27 +54,28 @@ template <Type type_, int d_, int warpgroups_, int stages_, bool one_ = false> s
                        q_full_at = barriers_at, q_empty_at = q_full_at + warpgroups * 8,
                        full_at = q_empty_at + warpgroups * 8, empty_at = full_at + stages * 8,
                        slot_full_at = empty_at + stages * 8, slot_empty_at = slot_full_at + kSlots * 8,
-                       shared_bytes = slot_empty_at + kSlots * 8;
+                       late_at = slot_empty_at + kSlots * 8, shared_bytes = late_at + 8;
   static_assert(out_warp_bytes >= out_bytes, "a warp's O makes room for its results");
   static_assert(shared_bytes <= kMostSharedBytes, "one block an SM");
 };
 
 // By d and whether queries fill more than one warpgroup.
-template <Type type, int d, bool wide>
+template <Type type, int d, bool wide, int sharers = 1>
 using AttentionTile = AttentionShape<type, d,
                                      !wide     ? 1
                                      : d == 64 ? 3
                                                : 2,
                                      d == 64             ? (wide ? 8 : 12)
                                      : d == 128 && !wide ? 5
-                                                         : 4>;
+                                                         : 4,
+                                     false, sharers>;
 
 // Wide, where one segment has all keys: what O would take has more stages.
-template <Type type, int d>
+template <Type type, int d, int sharers = 1>
 using AttentionTileOfOne = AttentionShape<type, d, d == 64 ? 3 : 2,
                                           d == 64    ? 10
                                           : d == 128 ? 5
                                                      : 4,
-                                          true>;
+                                          true, sharers>;
 
 }  // namespace pydet
