@@ -502,6 +502,9 @@ def whole(run):
     want = passes(alone, all_weights, SEGMENTS)
     differ = {name: run.differ(found[name], want[name]) for name in want}
     run.note("whole", what="train", m=tokens, us=us, differ=differ)
+    for name, kind in kinds.items():
+        us[name] = run.graphed(lambda i, kind=kind: passes(kind, mine, own), 1)
+    run.note("whole", what="train, a graph", m=tokens, us=us, differ=differ)
 
 
 def layer(run):

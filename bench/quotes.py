@@ -192,8 +192,8 @@ def of_ranks():
         yield f"{ranks} ranks: results", f"{bits['elements']:,}"
         yield f"{ranks} ranks: fp32 sums", f"{bits['controls']['all_reduce of fp32 sums']:,}"
         yield f"{ranks} ranks: rounded sums", f"{bits['controls']['all_reduce, rounded']:,}"
-    for ranks in (2, 4, 8):
-        rows = [row for row in summary.rows(f"h100x{ranks}_distributed") if row["part"] == "row"]
+    for ranks, run in ((2, "h200x2"), (4, "h100x4"), (8, "h100x8")):
+        rows = [row for row in summary.rows(f"{run}_distributed") if row["part"] == "row"]
         for n, k in {(row["n"], row["k"]): None for row in rows}:
             here = {row["m"]: row for row in rows if (row["n"], row["k"]) == (n, k)}
             counts = distributed_tables.segments_of(here[1])
@@ -284,7 +284,7 @@ QUOTES = {
         "| 2 and 8 H100s against one, {2 ranks: results} and {8 ranks: results} results of 100 random shapes |",
         "| an all-reduce of the fp32 partial sums | {2 ranks: fp32 sums}, {8 ranks: fp32 sums} |",
         "| an all-reduce of rounded ones | {2 ranks: rounded sums}, {8 ranks: rounded sums} |",
-        "| 2 H100s, a segment each; 8 segments | {2 ranks, 4096 x 14336} |",
+        "| 2 H200s, a segment each; 8 segments | {2 ranks, 4096 x 14336} |",
         "| 4 H100s, a segment each; 8 segments (an older library) | {4 ranks, 4096 x 14336} |",
         "| 8 H100s, a segment each (an older library) | {8 ranks, 4096 x 14336} |",
         "On two cores of an AMD EPYC (Zen 5, AVX-512), release {release of cpu} (fp8: {release of cpu_fp8}), from "

@@ -41,6 +41,8 @@ class Case:
         mine = parts[rank * own : (rank + 1) * own].contiguous()
         options = {"group": self.group, "out_dtype": draw.choice((torch.float32, torch.bfloat16))}
         options["order"], options["method"] = draw.choice(("ordered", "tree")), draw.choice(run.methods)
+        if options["order"] == "ordered" and draw.random() < 0.3:
+            options["method"] = "peer_stream"
         if draw.random() < 0.2 and n >= world:
             shares = parts[:world, : n // world * world].contiguous()
             given, each = shares[rank].clone(), n // world

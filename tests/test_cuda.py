@@ -226,6 +226,29 @@ def problems_for(arithmetic, dtype):
     for m, n, k in FEW_ROWS[5::2]:
         yield base(m, n, k, out_dtype=next(outs), k_chunk=next(chunks), accumulate=False)
     yield base(33, 136, 264, k_chunk=48, accumulate=True)
+    yield from small_products(base, outs)
+
+
+def small_products(base, outs):
+    """What kernels of a few rows take: about the ends of eight columns, of 64 bytes along k, of extents; in batches."""
+    kinds = itertools.cycle(("normal", "specials", "wide"))
+    for m, n, k in ((1, 2048, 8), (8, 264, 1), (1, 7, 3), (7, 9, 64), (8, 1, 9), (2, 40, 0), (9, 16, 8), (8, 24, 65)):
+        for batch in ((), (3,), (2, 3)):
+            yield base(m, n, k, batch=batch, kind=next(kinds), b_layout="row", out_dtype=next(outs))
+    for m, n, k in (
+        (1, 8, 2048),
+        (8, 32, 264),
+        (3, 5, 31),
+        (1, 1, 32),
+        (2, 33, 64),
+        (9, 8, 64),
+        (7, 16, 40),
+        (4, 4, 0),
+    ):
+        for batch in ((), (3,), (2, 3)):
+            yield base(m, n, k, batch=batch, kind=next(kinds), b_layout="col", out_dtype=next(outs))
+    yield base(5, 24, 16, batch=(4,), accumulate=True, a_layout="col", out_layout="row_padded")
+    yield base(5, 24, 128, batch=(4,), accumulate=True, b_layout="col", out_layout="row_padded")
 
 
 FEW_ROWS = [
@@ -252,6 +275,9 @@ def problems_from_initial(arithmetic, dtype):
         yield base(m, n, 48, kind="specials", batch=(2, 3)[:again], **more)
     for m, b_layout in itertools.product((1, 17, 33, 65, 128), ("row", "col")):  # what kernels for few rows take
         yield base(m, 264, 512, b_layout=b_layout, out_dtype=next(outs), bias="n fp32" if m % 3 else "")
+    for m, n, k, layout in ((1, 264, 8, "row"), (8, 40, 3, "row"), (1, 8, 520, "col"), (8, 32, 64, "col")):
+        for batch in ((), (3,)):
+            yield base(m, n, k, b_layout=layout, batch=batch, out_dtype=next(outs))
     for m, n, layout in ((5, 1024, "row"), (1024, 8, "col"), (3, 257, "col_padded")):
         yield base(m, n, 0, kind="specials", out_dtype=next(outs), out_layout=layout)
 

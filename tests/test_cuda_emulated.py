@@ -36,7 +36,7 @@ import test_scan_backward as scan_gradients
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
 from reference_activation import KINDS
-from test_cuda import UNSUPPORTED, each
+from test_cuda import UNSUPPORTED, each, small_products
 
 pytestmark = pytest.mark.skipif(
     "emulated" not in os.environ.get("PYDET_LIBRARY", ""), reason="PYDET_LIBRARY is not that of make cuda-emulated"
@@ -648,6 +648,9 @@ def test_gemm(device, kernel, dtype):
         pytest.skip("on tensor cores")
     for number in range(30):
         problem = cases.random_problem(random.Random(number), dtype, kernel.arithmetic, 150, 300, 200, 1 << 18)
+        assert_same_bits(cases.run(device.gemm, problem), cases.run(pydet.gemm, problem), str(problem))
+    base = functools.partial(cases.Problem, dtype=dtype, arithmetic=kernel.arithmetic)
+    for problem in small_products(base, itertools.cycle(DTYPES)):
         assert_same_bits(cases.run(device.gemm, problem), cases.run(pydet.gemm, problem), str(problem))
     assert device.taken > 5, device.taken
 

@@ -117,7 +117,14 @@ def problems(operation, name, dtype):
             yield handed_over(name[0], dtype)
             return
         few = (8, 512, 256)
-        for skinny, (m, n, k) in ((True, few), (False, few), (False, (256, 1024, 256)), (False, (2048, 4096, 64))):
+        small = (True, (8, 32, 256)), (False, (8, 512, 64))
+        for skinny, (m, n, k) in (
+            (True, few),
+            (False, few),
+            (False, (256, 1024, 256)),
+            (False, (2048, 4096, 64)),
+            *small,
+        ):
             struct = "pydet_skinny_gemm" if skinny else "pydet_gemm"
             shapes = [(m, k), (n, k) if skinny else (k, n), None, (m, n)]
             yield (

@@ -235,6 +235,39 @@ def streams(group):
     yield "streams", wrong
 
 
+def graphs(group):
+    """A step of two layers in one graph, of rows of which two ranks relay: twice as it is, and eagerly."""
+    import torch
+
+    import pydet.torch.distributed as pd
+
+    m, n, k = 2048, 256, 1024
+    x, w1, w2 = tensors(m, (m, n), (k, n), (n, k), dtype=torch.bfloat16)
+    leaves = [x.requires_grad_(), columns(w1.t(), group).detach().t().contiguous().requires_grad_(), columns(w2, group)]
+
+    def step():
+        y = pd.row_parallel_linear(pd.column_parallel_linear(*leaves[:2], group=group), leaves[2], group=group)
+        return [y.detach(), *torch.autograd.grad(y, leaves, x)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        eager = step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            captured = step()
+        for _ in range(2):
+            for made in captured:
+                made.zero_()
+            graph.replay()
+        again = step()
+    torch.cuda.synchronize()
+    pd.check_exchanges(group=group)
+    for name, a, b, c in zip(("y", "dx", "dw1", "dw2"), captured, eager, again, strict=True):
+        assert a.view(torch.int16).equal(b.view(torch.int16)) and c.view(torch.int16).equal(b.view(torch.int16)), name
+    yield "graph y", captured[0]
+    yield "graph dx", captured[1]
+
+
 def along_rows(group):
     """The norm of shared rows, the log-probability over a shared vocabulary, with gradients."""
     import torch
@@ -728,6 +761,7 @@ def work(rank, kind, sizes, shapes, port, queue):
                 if kind == "cuda":
                     note(size, large_sums(group))
                     note(size, streams(group))
+                    note(size, graphs(group))
                 note(size, model_step(mesh, None))
                 for wrapper in ("ddp", "fsdp", "plain"):
                     note(size, wrapped(wrapper, mesh, group))
@@ -961,6 +995,36 @@ def said_by(ranks, name, *options):
     answers = [queue.get(timeout=120) for _ in processes]
     assert all(problem is None for _, _, problem in answers), answers
     return "".join(text for _, text, _ in answers)
+
+
+def made_anew(rank, world, ports, queue):
+    """Calls in a process group, after which it is destroyed, and in another."""
+    os.environ["PYDET_NUM_THREADS"] = "1"
+    try:
+        import torch
+        import torch.distributed as dist
+
+        import pydet
+        import pydet.torch.distributed as pd
+
+        torch.set_num_threads(1)
+        for port in ports:
+            where = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+            x, w = tensors(port, (5, 256), (24, 256), dtype=torch.float32)
+            want = pydet.gemm(x, w.t(), k_chunk=256 // SEGMENTS)
+            for method in ("auto", "relay"):
+                got = pd.row_parallel_linear(columns(x, None).detach(), columns(w, None).detach(), method=method)
+                assert got.equal(want), (port, method)
+            dist.destroy_process_group()
+        queue.put((rank, True, None))
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+
+
+def test_a_group_that_is_made_anew():
+    pytest.importorskip("torch")
+    assert found_by(*start(2, made_anew, 2, [free_port(), free_port()])) == [True, True]
 
 
 def test_the_example_compares_ranks(tmp_path):

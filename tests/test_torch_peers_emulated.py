@@ -168,6 +168,7 @@ def products(rank, world):
             one_dw = pydet.gemm_db(dy[:, begin:end].contiguous(), whole, arithmetic="sm90")
             assert given.grad.equal(want) and own.grad.equal(one_dw), f"gradients by {method} {m}x{n}x{k}"
     late_results(rank, world)
+    without_memory(rank, world)
 
 
 def late_results(rank, world):
@@ -200,6 +201,37 @@ def late_results(rank, world):
             y = pd.row_parallel_linear(xr, wr if method == "relay" else -wr, method=method, arithmetic="sm90")
             pd.check_exchanges()
             assert y.equal(one if method == "relay" else -one), f"{method} after another"
+
+
+def without_memory(rank, world):
+    """Where there is no memory for a relay a product that would be one is folded; asked for by name it is refused."""
+    import torch
+
+    import pydet
+    import pydet.torch.distributed as pd
+    from pydet.torch.distributed import relay, symmetric
+
+    if world != relay.RANKS:
+        return
+    peers = symmetric.known_peers(None)
+    x, w = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(8)).bfloat16() for shape in ((80, 512), (32, 512))
+    )
+    begin, end = pd.shard_bounds(512, 8, rank, world)
+    xr, wr = (t[:, begin:end].contiguous() for t in (x, w))
+    one = pydet.gemm(x, w.t(), k_chunk=64, arithmetic="sm90")
+    call = lambda method: pd.row_parallel_linear(xr, wr, method=method, arithmetic="sm90")
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(symmetric, "_shared_memory", lambda *asked: None)
+        monkey.setattr(relay, "LEAST_ROWS", 80)
+        peers.staged = None
+        for _ in range(2):
+            assert call("auto").equal(one)
+            assert not peers.relaying
+        with pytest.raises(pydet.Error, match="method is 'relay', want one of auto, "):
+            call("relay")
+    peers.relaying = True
+    assert call("relay").equal(one)
 
 
 def disagreements(rank, world):

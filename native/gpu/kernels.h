@@ -133,6 +133,12 @@ pydet_status gemm_ieee_64x64(const Gemm &);
 pydet_status gemm_ieee_128x128(const Gemm &);  // HIP
 pydet_status grouped_gemm_ieee_64x64(const GroupedGemm &);
 
+// nvidia/gemm_ieee_few.cu
+bool gemm_few_columns_takes(const Gemm &);
+pydet_status gemm_few_columns(const Gemm &);
+bool gemm_few_dots_takes(const Gemm &);
+pydet_status gemm_few_dots(const Gemm &);
+
 // nvidia/gemm_ieee_fp32.cu
 bool gemm_ieee_128x256_takes(const Gemm &);
 pydet_status gemm_ieee_128x256(const Gemm &);

@@ -43,7 +43,9 @@ class Routing(NamedTuple):
 
 def route(index: Tensor, experts: int) -> Routing:
     """Of an expert's tokens the earlier come first. What is of no expert here (in expert parallelism) comes last."""
-    ids, order = torch.sort(index.reshape(-1), stable=True)
+    # A GPU sorts by eight bits of a number at a time: of 64 bits it takes four times as long.
+    short = torch.int16 if experts < 2**15 else torch.int64
+    ids, order = torch.sort(index.reshape(-1).clamp(-1, experts).to(short), stable=True)
     numbers = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)

@@ -66,6 +66,8 @@ constexpr Kernel<Gemm> kSkinnyRows[] = {
     skinny_row<32, true>("cuda_skinny_gemm_sm90_turned_32"), skinny_row<48, true>("cuda_skinny_gemm_sm90_turned_48"),
     skinny_row<64, true>("cuda_skinny_gemm_sm90_turned_64"), skinny_row<96, true>("cuda_skinny_gemm_sm90_turned_96"),
 };
+// More rows read b again, each from the L2.
+bool gemm_few_columns_prefers(const Gemm &g) { return g.m * g.k <= 64; }
 // One round of its tiles, be it full or not, takes as long as tiles of 64x64 take for half of a full one (H100).
 bool gemm_ieee_128x256_prefers(const Gemm &g) {
   return 2 * divide_up(g.m, 128) * divide_up(g.n, 256) * g.batch.count > gpu_multiprocessors(g.device.id);
@@ -93,6 +95,14 @@ constexpr Kernel<Gemm> kOtherRows[] = {
     Row("cuda_skinny_gemm_ieee", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kOneMatrix)
         .takes(skinny_ieee_takes)
         .launches(skinny_ieee),
+    Row("cuda_gemm_ieee_few_columns", kUnscaledTypes, Arithmetic::ieee, kFromSm80,
+        kBatch | kAccumulate | kAlongM | kAlongN)
+        .takes(gemm_few_columns_takes)
+        .prefers(gemm_few_columns_prefers)
+        .launches(gemm_few_columns),
+    Row("cuda_gemm_ieee_few_dots", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kBatch | kAccumulate)
+        .takes(gemm_few_dots_takes)
+        .launches(gemm_few_dots),
     Row("cuda_gemm_ieee_128x256", bit(Type::f32), Arithmetic::ieee, kFromSm80, kOneChain)
         .takes(gemm_ieee_128x256_takes)
         .prefers(gemm_ieee_128x256_prefers)

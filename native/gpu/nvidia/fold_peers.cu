@@ -47,7 +47,7 @@ namespace pydet {
 namespace {
 
 constexpr int kThreads = 256, kMostBlocks = PYDET_FOLD_BLOCKS, kUnit = 4;  // elements of a thread
-constexpr int kMostTurns = 12;                                             // units of a thread in a round
+constexpr int kMostTurns = 24;                                             // units of a thread in a round
 constexpr int kSlot = kThreads * kUnit * int(sizeof(float));               // bytes of a part of a block's unit
 constexpr int kRoomSlots = 3;  // of each area, for a part: what PYDET_FOLD_ROOM holds
 constexpr uint32_t kAskedBeforeLook = 64, kAskedBeforeTime = 1024;  // the clock takes longer to read than a signal
@@ -243,7 +243,8 @@ __device__ __noinline__ void send_prefix(const Fold &p, const Plan &plan, int64_
 }
 
 // Units of a thread that are loaded before the first of them is stored: one at a time, memory rests.
-constexpr int kAhead = 4;  // where elements lie by fours: beside others, and a tree, there are no registers for it
+constexpr int kAhead = 4;     // where elements lie by fours: beside others, and a tree, there are no registers for it
+constexpr int kTogether = 8;  // parts that are loaded before the first of them is added
 
 // f(i, element, turn) for units i of this block, `begin` to `end`, in a round, from the turn `first` on.
 template <int ahead, class F>
@@ -333,7 +334,8 @@ __device__ __noinline__ void spoil(const Fold &p, const Plan &plan) {
 
 constexpr int kBlocksHeld = 2;  // by a multiprocessor
 
-template <bool as_tree, bool by_four>
+// once: of one round, whose kernel has the registers for more loads at a time.
+template <bool as_tree, bool by_four, bool once>
 __global__ void __launch_bounds__(kThreads, kBlocksHeld)
     fold_peers_kernel(const __grid_constant__ Fold p, const __grid_constant__ Plan plan) {
   __shared__ const char *sources[PYDET_FOLD_PARTS];
@@ -396,8 +398,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
   if (sends) send_round(0);
   bool met = !meets || meet(peers, ++meeting, plan.tag);
 
-  for (int round = 0; met && round < plan.rounds; ++round) {
-    const bool last = round + 1 == plan.rounds;
+  const int rounds = once ? 1 : plan.rounds;
+  for (int round = 0; met && round < rounds; ++round) {
+    const bool last = once || round + 1 == rounds;
     if (sends && !last) send_round(round + 1);
     const int64_t area = area_of(round);
     for (int turn = 0; turn < plan.turns; ++turn) {
@@ -411,7 +414,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
           return load_elements<4>(reinterpret_cast<const float *>(sources[s] + area + slot));
         return load_own(reinterpret_cast<const float *>(sources[s]), at, end - begin, by_four);
       };
-      Elements<4> sum = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
+      Elements<4> sum = start;
+      if constexpr (once && by_four && !as_tree) {
+        for (int s = 0; s < folded; s += kTogether) {  // by address, so that no load waits for another
+          Elements<4> v[kTogether];
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+            if (s + i >= folded) continue;
+            const bool own = unsigned(s + i - own_first) < unsigned(p.count);
+            const int64_t there = own ? at * int64_t(sizeof(float)) : area + slot;
+            v[i] = load_elements<4>(reinterpret_cast<const float *>(sources[s + i] + there));
+          }
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (s + i < folded) sum = sum_of(sum, v[i]);
+        }
+      } else {
+        sum = as_tree ? tree(folded, part, start) : ordered(folded, part, start);
+      }
       if (p.bias.data) {
         int64_t column = out_at % p.bias_period;
         for (int e = 0; e < kUnit; ++e) {
@@ -451,8 +471,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
 // it has. But no signal goes out beyond the first before the other rank's first one is there, with the right tag: whoever
 // reads a later number knows, as in the rounds above, that the ranks agree.
 constexpr int kMoving = kThreads / 32, kMostChunks = 8;
+constexpr int kLeastChunk = 8;  // units; a signal waits until what is before it has arrived, some 3 us
 constexpr int kStreamPart = 4;  // of rank 0's share, of two: 1 / (kStreamPart each) of all
-constexpr int kTogether = 8;    // parts that are loaded before the first of them is added
 
 template <bool by_four>
 __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
@@ -714,8 +734,12 @@ pydet_status launch_peers(const Fold &given, bool two_shot) {
   }
   plan.rounds = int32_t(divide_up(blocks_wanted, blocks * plan.turns));
   plan.tag = tag_of(p, plan, blocks);
-  if (by_four) return launch(where, p.tree ? fold_peers_kernel<true, true> : fold_peers_kernel<false, true>, p, plan);
-  return launch(where, p.tree ? fold_peers_kernel<true, false> : fold_peers_kernel<false, false>, p, plan);
+  if (by_four && !p.tree && plan.rounds == 1) return launch(where, fold_peers_kernel<false, true, true>, p, plan);
+  if (by_four)
+    return launch(where, p.tree ? fold_peers_kernel<true, true, false> : fold_peers_kernel<false, true, false>, p,
+                  plan);
+  return launch(where, p.tree ? fold_peers_kernel<true, false, false> : fold_peers_kernel<false, false, false>, p,
+                plan);
 }
 
 // The plan of a stream; false where a block has no room for all it is sent. By the sizes alone.
@@ -734,7 +758,8 @@ bool plan_stream(const Fold &p, Plan *plan) {
   }
   for (int rank = 0; rank < peers.ranks; ++rank)
     if (int64_t(plan->before_results(rank, peers.ranks)) * kSlot > plan->area) return false;
-  plan->chunk = divide_up(most, kMostChunks);
+  const int chunk = int(divide_up(most, kMostChunks));
+  plan->chunk = chunk < kLeastChunk ? kLeastChunk : chunk;
   plan->chunks = divide_up(most, plan->chunk);
   plan->tag = tag_of(p, *plan, blocks);
   return true;

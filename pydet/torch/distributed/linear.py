@@ -221,11 +221,13 @@ def _agree(
         relays = chunk % STEP == 0 and out == "replicate"
         relays = relays and (peers is None or peers.relaying)
         m, several, own = x.shape[0], segments > world, segments // world
-        prefers = several and m >= relay.least_rows(peers is None or capturing())
+        many = m >= (relay.LEAST_ROWS if several else relay.LEAST_OF_ONE)
+        # Of a graph: the launches of an eager relay take the host longer than the device.
+        prefers = many and (peers is None or capturing())
         name = choose(op, method, "ordered", segments, m * w.shape[1], world, peers, product, relays, prefers)
         first = own if several and chunk % STEP == 0 and name in PEER_METHODS else 0
         whole = first > 0 and dist.get_rank(group) == 0
-        may_relay = method == "relay" or (method == "auto" and several and m >= relay.least_rows(True))
+        may_relay = name == "relay" or (method == "auto" and many)
         may_relay = may_relay and relays and peers is not None and m * w.shape[1] > 0 and not capturing()
         return _Plan(name, chunk, own, first, whole, _one_batch(x, w, chunk, own, arithmetic), may_relay)
 

@@ -30,17 +30,13 @@ from pydet.torch.distributed.exchange import Group, Tensor, peer
 from pydet.torch.distributed.symmetric import Peers, capturing
 
 RANKS = 2  # over peers' memory
-MOST_BYTES = 256 << 20  # of the sums in peers' memory; more are several relays
+MOST_BYTES = 128 << 20  # of the sums in peers' memory; more are several relays
 MOST_ROWS = 16384  # likewise: 32 slabs
-LEAST_ROWS, LEAST_EAGER = 1024, 2048  # of a product whose slabs are worth their launches: of a graph, by the host
+LEAST_ROWS, LEAST_OF_ONE = 1024, 2048  # of a product whose slabs are worth their launches; of a segment a rank
 SLABS = ((2048, 512), (0, 256))  # from so many rows on, of each slab; an H100's fastest of 256 to 1024
 EAGER = 2  # times as many rows a slab where the host launches them one by one
 APART = 1  # of the slabs: what rank 0 ends
 _MOST_COURSES = 64
-
-
-def least_rows(captured: bool) -> int:
-    return LEAST_ROWS if captured else LEAST_EAGER
 
 
 def slab_rows(rows: int) -> int:
@@ -62,22 +58,23 @@ class _Course:
         self.ends = max(0, self.count - apart)
         self.last = min(rows, self.ends * each)
         size = rows * columns
-        staged = peers.staging((2 * size + segments * (rows - self.last) * columns,))
+        made = -(-size * dtype.itemsize // 16) * 4  # words of results
+        staged = peers.staging((size + made + segments * (rows - self.last) * columns,))
         self.staged = peers.staged
         here, there = staged[peers.rank], staged[1 - peers.rank].data_ptr()
-        sums, rest, brought = here.split((size, size, len(here) - 2 * size))
+        sums, rest, brought = here.split((size, made, len(here) - size - made))
         self.sums = sums.view(rows, columns).split(each)
         results = rest.view(dtype)[:size].view(rows, columns)
         # Results that a rank waits for at a time: their words come in order, so the last of them says all.
-        half = (self.ends + 1) // 2
-        of_first, of_second = ((0, half), (half, self.ends)), ((self.ends, self.count),)
+        half, ends = (self.ends + 1) // 2, self.ends
+        of_first, of_second = ((0, half), (half, ends - 1), (max(half, ends - 1), ends)), ((ends, self.count),)
         spans = [(a, b) for a, b in (of_second if peers.rank else of_first) if a < b]
         self.results = [(b - 1, a * each, min(rows, b * each), results[a * each : b * each]) for a, b in spans]
         self.sums_there = [there + 4 * i * each * columns for i in range(self.count)]
         bytes_of_row = columns * results.element_size()
         self.results_there = [there + 4 * size + i * each * bytes_of_row for i in range(self.count)]
         starts = [segments * (i * each - self.last) * columns for i in range(self.count)]
-        self.segments_there = [there + 8 * size + 4 * start for start in starts]
+        self.segments_there = [there + 4 * (size + made + start) for start in starts]
         self.segments: dict[int, tuple[Tensor, ...]] = {}  # of the last slabs: what the other rank has brought
         for i in range(self.ends, self.count):
             high = min(rows, (i + 1) * each) - i * each
