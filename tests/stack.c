@@ -160,7 +160,7 @@ static void run(void) {
     options.kernel = call.kernel;
     call.status = pydet_scaled_gemm(NULL, &x, NULL, &y, NULL, NULL, &out, &options);
   } else if (!strcmp(call.operation, "grouped_gemm")) {
-    pydet_grouped_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL};
+    pydet_grouped_gemm_options options = {sizeof options, PYDET_AUTO, 0, 0, 0, NULL, NULL, 0, NULL};
     const pydet_dtype int32 = {PYDET_INT, 32, 1};
     const int depth = call.transposed;
     int32_t ends[2];
@@ -173,7 +173,7 @@ static void run(void) {
     options.kernel = call.kernel, options.k_chunk = call.k_chunk;
     call.status = pydet_grouped_gemm(NULL, &x, &y, NULL, NULL, &end, &out, &options);
   } else if (!strcmp(call.operation, "scaled_grouped_gemm")) {
-    pydet_scaled_grouped_gemm_options options = {sizeof options, 0, 128, 0, 0, NULL};
+    pydet_scaled_grouped_gemm_options options = {sizeof options, 0, 128, 0, 0, NULL, NULL, 0, NULL};
     const pydet_dtype int32 = {PYDET_INT, 32, 1};
     int32_t ends[2];
     int64_t groups[] = {2}, of_matrices[] = {2, call.k, call.n};

@@ -352,7 +352,8 @@ def grouped_gemm_digests(grouped_gemm, arithmetic, dtype):
     for problem in grouped_cases.problems_of(dtype, arithmetic)[:: 3 if arithmetic == "ieee" else 5]:
         way, bias = "depth" if problem.depth else "rows", problem.bias or None
         name = f"{arithmetic} {dtype} {problem.routing}, {way}, {problem.kind}, k_chunk={problem.k_chunk} bias={bias} "
-        name += f"accumulate={problem.accumulate} -> {problem.out_dtype}"
+        name += "initial" if problem.initial else f"accumulate={problem.accumulate}"
+        name += f" -> {problem.out_dtype}"
         digests[name] = digest(grouped_cases.run(grouped_gemm, problem))
     return digests
 
@@ -362,7 +363,8 @@ def scaled_grouped_gemm_digests(scaled_grouped_gemm, arithmetic, dtype):
     for problem in list(scaled_grouped_cases.problems_of(dtype, arithmetic))[::2]:
         name = f"{arithmetic} {dtype} x {problem.b_type} {problem.routing}, scales by {problem.a_scale} and "
         name += f"{problem.b_scale}, {problem.kind}, k_chunk={problem.k_chunk} bias={problem.bias or None} "
-        name += f"accumulate={problem.accumulate} -> {problem.out_dtype}"
+        name += "initial" if problem.initial else f"accumulate={problem.accumulate}"
+        name += f" -> {problem.out_dtype}"
         digests[name] = digest(scaled_grouped_cases.run(scaled_grouped_gemm, problem))
     return digests
 
