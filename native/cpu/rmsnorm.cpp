@@ -123,6 +123,17 @@ void quantize_row(const RmsNormQuantize &problem, const W &weights, int64_t r, R
   });
 }
 
+// take(number of x, number of what is normalised, weights, r, lanes) of each row. passes: over a row, as over_rows has them.
+template <class Problem, class F> void each_row(const Problem &problem, double passes, const F &take) {
+  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
+    over_rows(problem, kRowElements / problem.n + 1, passes, scratch, [&](auto x, const auto &weights, auto block) {
+      const bool wide = problem.residual.data && problem.residual.type != problem.x.type;
+      for (int64_t r = block.first; r < block.end; ++r)
+        wide ? take(x, Number<Type::f32>(), weights, r, block.lanes) : take(x, x, weights, r, block.lanes);
+    });
+  });
+}
+
 // ---- Backward ----------------------------------------------------------------------------------------------------
 
 // Calls f with the number type of dy beside an x of type T: T, or any beside fp32.
@@ -170,27 +181,15 @@ void backward_row(const RmsNormBackward &problem, const W &weights, int64_t r, f
 // ---- Launchers ---------------------------------------------------------------------------------------------------
 
 template <> pydet_status rmsnorm<Isa>(const RmsNorm &problem) {
-  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    over_rows(problem, kRowElements / problem.n + 1, 1, scratch, [&](auto number, const auto &weights, auto block) {
-      using T = decltype(number);
-      const bool wide = problem.residual.data && problem.residual.type != problem.x.type;
-      for (int64_t r = block.first; r < block.end; ++r)
-        wide ? normalize_row<T, Number<Type::f32>>(problem, weights, r, block.lanes)
-             : normalize_row<T, T>(problem, weights, r, block.lanes);
-    });
+  each_row(problem, 1, [&](auto x, auto normed, const auto &weights, int64_t r, RowSum &lanes) {
+    normalize_row<decltype(x), decltype(normed)>(problem, weights, r, lanes);
   });
   return PYDET_OK;
 }
 
 template <> pydet_status rmsnorm_quantize<Isa>(const RmsNormQuantize &problem) {
-  with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    over_rows(problem, kRowElements / problem.n + 1, 3, scratch, [&](auto number, const auto &weights, auto block) {
-      using T = decltype(number);
-      const bool wide = problem.residual.data && problem.residual.type != problem.x.type;
-      for (int64_t r = block.first; r < block.end; ++r)
-        wide ? quantize_row<T, Number<Type::f32>>(problem, weights, r, block.lanes)
-             : quantize_row<T, T>(problem, weights, r, block.lanes);
-    });
+  each_row(problem, 3, [&](auto x, auto normed, const auto &weights, int64_t r, RowSum &lanes) {
+    quantize_row<decltype(x), decltype(normed)>(problem, weights, r, lanes);
   });
   return PYDET_OK;
 }

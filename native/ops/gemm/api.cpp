@@ -30,19 +30,6 @@ pydet_status finish_reading(const GemmWords &words, const View &initial, const V
   return work->from_initial ? start_from(words, initial, out, &gemm, &work->steps) : PYDET_OK;
 }
 
-// The passes, each off the stack again when the product runs.
-__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend, const Gemm &sums,
-                                                             const FromInitial &steps) {
-  PYDET_TRY(check_reach(op, backend, steps.before(sums)));
-  return check_reach(op, backend, steps.after(sums));
-}
-__attribute__((noinline)) pydet_status begin_sums(const Backend &backend, const Gemm &sums, const FromInitial &steps) {
-  return backend.table<Gemm>().hooks->round_elements(steps.before(sums));
-}
-__attribute__((noinline)) pydet_status end_sums(const Backend &backend, const Gemm &sums, const FromInitial &steps) {
-  return backend.table<Gemm>().hooks->round_elements(steps.after(sums));
-}
-
 // The product that does it all, by a kernel that begins at the tensor; *taken says whether there is one.
 __attribute__((noinline)) pydet_status launch_in_one(const char *op, const Backend &backend, const Gemm &sums,
                                                      const FromInitial &steps, const char *forced, bool *taken) {
@@ -55,19 +42,9 @@ __attribute__((noinline)) pydet_status launch_in_one(const char *op, const Backe
 
 // launch() of a product that computes the sums of a result that begins at a tensor of its own.
 pydet_status launch_from(const char *op, const Gemm &sums, const FromInitial &steps, const char *forced) {
-  const Backend &backend = *backend_for(sums.device.type);
   bool taken = false;
-  PYDET_TRY(launch_in_one(op, backend, sums, steps, forced, &taken));
-  if (taken) return PYDET_OK;
-  Choice choice;
-  const Kernel<Gemm> *row = nullptr;
-  PYDET_TRY(find(op, sums, forced, &row, &choice));
-  PYDET_TRY(check_reach_of_passes(op, backend, sums, steps));
-  PYDET_TRY(begin_sums(backend, sums, steps));
-  PYDET_TRY(row->launch(sums, choice));
-  if (steps.ends) PYDET_TRY(end_sums(backend, sums, steps));
-  last_kernel = row->name;
-  return PYDET_OK;
+  PYDET_TRY(launch_in_one(op, *backend_for(sums.device.type), sums, steps, forced, &taken));
+  return taken ? PYDET_OK : launch_between_passes(op, sums, steps, forced);
 }
 
 pydet_status run(const char *op, const Work &work, const char *kernel) {

@@ -1,6 +1,7 @@
 // A product whose sums begin at a tensor of their own: what that tensor must be, and the three steps that compute it.
 #pragma once
 
+#include "core/launch.h"
 #include "ops/gemm/check.h"
 #include "ops/gemm/rounding.h"
 
@@ -60,6 +61,37 @@ inline pydet_status start_from(const GemmWords &words, const View &initial, cons
   dense_strides(gemm->batch, gemm->m, gemm->n, gemm->batch.out);
   gemm->workspace = gemm->out.data + bytes;
   gemm->workspace_size -= bytes;
+  return PYDET_OK;
+}
+
+// The passes, each off the stack again when the product runs.
+template <class Problem, class Steps>
+__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend,
+                                                             const Problem &sums, const Steps &steps) {
+  PYDET_TRY(check_reach(op, backend, steps.before(sums)));
+  return check_reach(op, backend, steps.after(sums));
+}
+template <class Problem, class Steps>
+__attribute__((noinline)) pydet_status begin_sums(const Backend &backend, const Problem &sums, const Steps &steps) {
+  return backend.table<Gemm>().hooks->round_elements(steps.before(sums));
+}
+template <class Problem, class Steps>
+__attribute__((noinline)) pydet_status end_sums(const Backend &backend, const Problem &sums, const Steps &steps) {
+  return backend.table<Gemm>().hooks->round_elements(steps.after(sums));
+}
+
+// launch() of a product that computes the sums of a result that begins at a tensor of its own, and its passes.
+template <class Problem, class Steps>
+pydet_status launch_between_passes(const char *op, const Problem &sums, const Steps &steps, const char *forced) {
+  const Backend &backend = *backend_for(sums.device.type);
+  Choice choice;
+  const Kernel<Problem> *row = nullptr;
+  PYDET_TRY(find(op, sums, forced, &row, &choice));
+  PYDET_TRY(check_reach_of_passes(op, backend, sums, steps));
+  PYDET_TRY(begin_sums(backend, sums, steps));
+  PYDET_TRY(row->launch(sums, choice));
+  if (steps.ends) PYDET_TRY(end_sums(backend, sums, steps));
+  last_kernel = row->name;
   return PYDET_OK;
 }
 

@@ -55,6 +55,6 @@ pydet_status pydet_grouped_gemm(void *stream, const pydet_tensor *a, const pydet
   work.gemm.stream = stream;
   PYDET_TRY(read_grouped_gemm(a, b, bias, group_start, group_end, out, options, &work));
   if (work.none) return nothing_to_write();
-  return work.from_initial ? launch_groups_from(op, work.gemm, work.steps, options.kernel)
+  return work.from_initial ? launch_between_passes(op, work.gemm, work.steps, options.kernel)
                            : launch(op, work.gemm, options.kernel);
 }

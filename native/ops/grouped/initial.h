@@ -2,7 +2,6 @@
 // computes under accumulate, in out if that is fp32, else in the workspace.
 #pragma once
 
-#include "core/launch.h"
 #include "ops/gemm/initial.h"
 #include "ops/grouped/problem.h"
 
@@ -85,39 +84,6 @@ pydet_status start_groups_from(const char *op, const View &initial, const Option
   p.out = {static_cast<char *>(options.workspace), Type::f32, p.m, p.n, p.n, 1};
   if constexpr (kHasDepth)
     if (p.depth) p.out_stride = p.m * p.n;
-  return PYDET_OK;
-}
-
-// The passes, each off the stack again when the product runs.
-template <class Problem>
-__attribute__((noinline)) pydet_status check_reach_of_passes(const char *op, const Backend &backend,
-                                                             const Problem &sums, const GroupedSteps &steps) {
-  PYDET_TRY(check_reach(op, backend, steps.before(sums)));
-  return check_reach(op, backend, steps.after(sums));
-}
-template <class Problem>
-__attribute__((noinline)) pydet_status begin_sums(const Backend &backend, const Problem &sums,
-                                                  const GroupedSteps &steps) {
-  return backend.table<Gemm>().hooks->round_elements(steps.before(sums));
-}
-template <class Problem>
-__attribute__((noinline)) pydet_status end_sums(const Backend &backend, const Problem &sums,
-                                                const GroupedSteps &steps) {
-  return backend.table<Gemm>().hooks->round_elements(steps.after(sums));
-}
-
-// launch() of a product that computes the sums of a result that begins at a tensor of its own.
-template <class Problem>
-pydet_status launch_groups_from(const char *op, const Problem &sums, const GroupedSteps &steps, const char *forced) {
-  const Backend &backend = *backend_for(sums.device.type);
-  Choice choice;
-  const Kernel<Problem> *row = nullptr;
-  PYDET_TRY(find(op, sums, forced, &row, &choice));
-  PYDET_TRY(check_reach_of_passes(op, backend, sums, steps));
-  PYDET_TRY(begin_sums(backend, sums, steps));
-  PYDET_TRY(row->launch(sums, choice));
-  if (steps.ends) PYDET_TRY(end_sums(backend, sums, steps));
-  last_kernel = row->name;
   return PYDET_OK;
 }
 

@@ -78,32 +78,6 @@ pydet_status start_from(const View &initial, const pydet_scaled_gemm_options &op
   return PYDET_OK;
 }
 
-// The passes, each off the stack again when the product runs.
-__attribute__((noinline)) pydet_status check_reach_of_passes(const Backend &backend, const ScaledWork &work) {
-  PYDET_TRY(check_reach(kScaledGemm.op, backend, work.steps.before(work.gemm)));
-  return check_reach(kScaledGemm.op, backend, work.steps.after(work.gemm));
-}
-__attribute__((noinline)) pydet_status begin_sums(const Backend &backend, const ScaledWork &work) {
-  return backend.table<Gemm>().hooks->round_elements(work.steps.before(work.gemm));
-}
-__attribute__((noinline)) pydet_status end_sums(const Backend &backend, const ScaledWork &work) {
-  return backend.table<Gemm>().hooks->round_elements(work.steps.after(work.gemm));
-}
-
-// launch() of a product that computes the sums of a result that begins at a tensor of its own.
-pydet_status launch_from(const ScaledWork &work, const char *forced) {
-  const Backend &backend = *backend_for(work.gemm.device.type);
-  Choice choice;
-  const Kernel<ScaledGemm> *row = nullptr;
-  PYDET_TRY(find(kScaledGemm.op, work.gemm, forced, &row, &choice));
-  PYDET_TRY(check_reach_of_passes(backend, work));
-  PYDET_TRY(begin_sums(backend, work));
-  PYDET_TRY(row->launch(work.gemm, choice));
-  if (work.steps.ends) PYDET_TRY(end_sums(backend, work));
-  last_kernel = row->name;
-  return PYDET_OK;
-}
-
 // Apart from the call itself, so that the views are off the stack when a kernel runs.
 __attribute__((noinline)) pydet_status read_scaled_gemm(void *stream, const pydet_tensor *a_tensor,
                                                         const pydet_tensor *a_scale_tensor,
@@ -146,7 +120,8 @@ pydet_status pydet_scaled_gemm(void *stream, const pydet_tensor *a, const pydet_
   ScaledWork work = {};
   PYDET_TRY(read_scaled_gemm(stream, a, a_scale, b, b_scale, bias, out, options, &work));
   if (work.none) return nothing_to_write();
-  return work.from_initial ? launch_from(work, options.kernel) : launch(kScaledGemm.op, work.gemm, options.kernel);
+  return work.from_initial ? launch_between_passes(kScaledGemm.op, work.gemm, work.steps, options.kernel)
+                           : launch(kScaledGemm.op, work.gemm, options.kernel);
 }
 
 pydet_status pydet_scaled_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
