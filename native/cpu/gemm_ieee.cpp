@@ -17,13 +17,14 @@ namespace {
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
 // Floats of a thread's scratch memory, in this order.
-constexpr int64_t kStripFloats = 64 * 1024;  // a, half of a 1 MiB L2
+constexpr int64_t kStripFloats = kWidth == 16 ? 130 * 1024 : 64 * 1024;  // a, half of the L2
 constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
+constexpr int64_t kPanels = 4; // that are packed together: long rows
 constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
-constexpr int64_t kBlockRows = 256, kBlockColumns = 1024;
+constexpr int64_t kBlockRows = kWidth == 16 ? 518 : 256, kBlockColumns = 2048;
 constexpr int64_t kSurplus = 16;  // that packing a strip may write past its end
 constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
-static_assert(kStripFloats + kSurplus + kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
+static_assert(kStripFloats + kSurplus + kPanels * kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
 
 template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
 
@@ -34,6 +35,7 @@ struct Plan {
   int64_t slab, depth;                 // steps of k that a task packs of a, and of b, at a time
   bool in_place;                       // chains wait in out
   bool unpacked;                       // b is read where it is
+  int64_t panels;                      // that are packed together
   int64_t panel_at, sums_at, turn_at;  // in scratch memory, where the strips come first
 };
 
@@ -92,6 +94,28 @@ __attribute__((noinline)) void pack(const typename T::Stored *from, int64_t lane
   } else {
     for (int64_t v = 0; v < ld; v += kWidth) {
       pack_transposed<T>(from + v * lane_stride, lane_stride, lanes - v, depth, to + v, ld, buffer);
+    }
+  }
+}
+
+// The panels of a tile of rows of b, adjacent columns of it, as pack() makes each: a row's are read together.
+template <class T>
+__attribute__((noinline)) void pack_panels(const typename T::Stored *from, int64_t k_stride, int64_t columns,
+                                           int64_t depth, float *to) {
+  constexpr int64_t kRowsAhead = 8;
+  const int64_t whole = columns / Tiles::kColumns;
+  for (int64_t k = 0; k < depth; ++k, from += k_stride) {
+    const typename T::Stored *row = from, *ahead = from + kRowsAhead * k_stride;
+    float *at = to + k * Tiles::kColumns;
+    for (int64_t panel = 0; panel < whole; ++panel, row += Tiles::kColumns, at += depth * Tiles::kColumns) {
+      for (int v = 0; v < Tiles::kColumns; v += kWidth) {
+        prefetch(ahead + panel * Tiles::kColumns + v, 0);
+        store(at + v, T::load(row + v));
+      }
+    }
+    const int64_t rest = columns - whole * Tiles::kColumns;
+    if (rest) {
+      for (int v = 0; v < Tiles::kColumns; v += kWidth) store(at + v, T::load(row + v, most(rest - v, 0)));
     }
   }
 }
@@ -158,12 +182,6 @@ struct Sums {
   Tile total, open_chunk;
 };
 
-// Asks for the lines of the strip of sums that comes next, while the one before it is computed.
-inline void ask_for_next(Tile sums, int64_t row, int64_t end, int64_t rows, int64_t columns) {
-  for (int64_t r = row; r < least(row + rows, end); ++r)
-    for (int64_t c = 0; c < columns; c += 16) prefetch(sums.p + r * sums.stride + c, 0);
-}
-
 // Takes a tile from step `begin` of k to `end`, in calls that end where chunks do. `steps` holds the columns and where
 // a and b are at `begin`; a_step and b_step are bytes from k to k.
 void advance(Chain chain, Steps steps, int64_t a_step, int64_t b_step, const Gemm &gemm, const Sums &sums,
@@ -181,11 +199,65 @@ void advance(Chain chain, Steps steps, int64_t a_step, int64_t b_step, const Gem
     steps.to = chunk && !closes ? sums.open_chunk : sums.total;
     steps.fold = closes;
     chain(steps);
+    steps.ask = nullptr;
     steps.a = (const float *)((const char *)steps.a + steps.depth * a_step);
     steps.b = (const char *)steps.b + steps.depth * b_step;
     begin = until;
   } while (begin < end);
 }
+
+// The lines of a matrix that will be packed next, which are asked for while the chains before are computed: walked down
+// the rows that lie apart, a few a call.
+class Ahead {
+ public:
+  void add(const Matrix &matrix) {
+    if (!matrix.rows || !matrix.cols) return;
+    const bool by_rows = matrix.col_stride == 1;
+    const int64_t size = size_of(matrix.type), run = (by_rows ? matrix.cols : matrix.rows) * size;
+    const uintptr_t begin = uintptr_t(matrix.data) & ~uintptr_t(63);
+    Lines &lines = lines_[count_++];
+    lines.first = (const char *)begin;
+    lines.rows = by_rows ? matrix.rows : matrix.cols;
+    lines.step = (by_rows ? matrix.row_stride : matrix.col_stride) * size;
+    lines.across = int64_t(uintptr_t(matrix.data) + uintptr_t(run) + 63 - begin) / 64;
+  }
+  // Calls of `depth` steps that it takes to ask for all.
+  int64_t calls(int64_t depth) const {
+    int64_t sum = 0;
+    for (int i = 0; i < count_; ++i) sum += lines_[i].across * divide_up(lines_[i].rows, depth);
+    return sum;
+  }
+  void ask(Steps &steps, int64_t depth) {
+    if (at_ == count_) return;
+    const Lines &lines = lines_[at_];
+    const int64_t rows = least(depth, lines.rows - row_);
+    steps.ask = lines.first + line_ * 64 + row_ * lines.step;
+    steps.ask_step = lines.step;
+    steps.ask_end = steps.ask + (rows - 1) * lines.step;
+    row_ += rows;
+    if (row_ == lines.rows) {
+      row_ = 0;
+      if (++line_ == lines.across) line_ = 0, ++at_;
+    }
+  }
+
+ private:
+  struct Lines {
+    const char *first;
+    int64_t rows, step, across;
+  };
+  Lines lines_[2];
+  int count_ = 0, at_ = 0;
+  int64_t line_ = 0, row_ = 0;
+};
+
+// One panel's columns.
+struct Panel {
+  int64_t columns, padded;
+  Matrix out;
+  bool in_place, unpacked;
+  Tile total, open_chunk;
+};
 
 // out = round(a b + bias) for one task; a, b, bias and out are its own rows and columns.
 template <class S, class T>
@@ -203,53 +275,100 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
       const Stored *a_at = (const Stored *)at(a, row, k_slab);
       pack<T>(a_at, a.row_stride, a.col_stride, rows, slab, strips + row * slab, rows, turn);
     }
-    for (int64_t column = 0; column < out.cols; column += S::kColumns) {
-      const int64_t columns = least(S::kColumns, out.cols - column);
-      const Matrix out_panel = part(out, 0, out.rows, column, columns);
-      const int64_t padded = S::kWay == Way::tiles ? S::kColumns : divide_up(columns, kWidth) * kWidth;
-      const bool in_place = plan.in_place && columns == padded;
-      Tile total = {(float *)out_panel.data, out.row_stride};
-      if (!in_place) total = {sums + (plan.in_place ? 0 : column * out.rows), padded};
-      // The chain of an unfinished chunk, where total holds the chunks before it.
-      const int64_t totals = (plan.in_place ? S::kColumns : plan.columns) * out.rows;
-      const Tile open_chunk = {sums + totals + column * out.rows, padded};
-      if (k_slab == 0 && gemm.accumulate && !in_place) fetch(out_panel, total);
-
+    for (int64_t first = 0; first < out.cols; first += plan.panels * S::kColumns) {
+      const int64_t last = least(first + plan.panels * S::kColumns, out.cols);
       int64_t k_panel = k_slab;
+      auto panel_of = [&](int64_t column) {
+        Panel p;
+        p.columns = least(S::kColumns, out.cols - column);
+        p.padded = S::kWay == Way::tiles ? S::kColumns : divide_up(p.columns, kWidth) * kWidth;
+        p.out = part(out, 0, out.rows, column, p.columns);
+        p.in_place = plan.in_place && p.columns == p.padded;
+        p.total = {(float *)p.out.data, out.row_stride};
+        if (!p.in_place) p.total = {sums + (plan.in_place ? 0 : column * out.rows), p.padded};
+        // The chain of an unfinished chunk, where total holds the chunks before it.
+        const int64_t totals = (plan.in_place ? S::kColumns : plan.columns) * out.rows;
+        p.open_chunk = {sums + totals + column * out.rows, p.padded};
+        p.unpacked = plan.unpacked && (S::kWay == Way::transposed || p.columns == p.padded);
+        return p;
+      };
+      if (k_slab == 0 && gemm.accumulate) {
+        for (int64_t column = first; column < last; column += S::kColumns) {
+          const Panel p = panel_of(column);
+          if (!p.in_place) fetch(p.out, p.total);
+        }
+      }
       do {
         const int64_t depth = least(plan.depth, k_slab + slab - k_panel);
-        const Stored *b_at = (const Stored *)at(b, k_panel, column);
-        const bool unpacked = plan.unpacked && (S::kWay == Way::transposed || columns == padded);
-        if (!unpacked) {
-          pack<T>(b_at, b.col_stride, b.row_stride, columns, depth, panel, padded, turn);
-        } else if (S::kWay == Way::tiles) {
-          for (int64_t i = 0; i < depth; ++i) {
-            for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
+        float *packed = panel;
+        const bool together = S::kWay == Way::tiles && !plan.unpacked && b.col_stride == 1;
+        if (together) {
+          pack_panels<T>((const Stored *)at(b, k_panel, first), b.row_stride, last - first, depth, panel);
+        }
+        for (int64_t column = first; column < last && !together; column += S::kColumns) {
+          const Panel p = panel_of(column);
+          const Stored *b_at = (const Stored *)at(b, k_panel, column);
+          if (!p.unpacked) {
+            pack<T>(b_at, b.col_stride, b.row_stride, p.columns, depth, packed, p.padded, turn);
+            packed += depth * p.padded;
+          } else if (S::kWay == Way::tiles) {
+            for (int64_t i = 0; i < depth; ++i) {
+              for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
+            }
           }
         }
+        Ahead ahead;
+        if (S::kWay == Way::tiles && !plan.unpacked) {
+          const int64_t k_next = k_panel + depth, columns = last - first;
+          auto b_part = [&](int64_t k, int64_t depth, int64_t column) {
+            return part(b, k, depth, column, least(columns, out.cols - column));
+          };
+          if (k_next < k_slab + slab) {
+            ahead.add(b_part(k_next, least(plan.depth, k_slab + slab - k_next), first));
+          } else if (last < out.cols) {
+            ahead.add(b_part(k_slab, least(plan.depth, slab), last));
+          } else if (k_next < k) {
+            const int64_t next_slab = least(plan.slab, k - k_next);
+            ahead.add(part(a, 0, out.rows, k_next, next_slab));
+            ahead.add(b_part(k_next, least(plan.depth, next_slab), 0));
+          }
+        }
+        int64_t calls = divide_up(out.rows, S::kRows) * divide_up(last - first, S::kColumns);
+        const int64_t asking = ahead.calls(depth);
         for (int64_t row = 0; row < out.rows; row += S::kRows) {
           const int64_t rows = least(S::kRows, out.rows - row);
           auto of_strip = [&](Tile tile) { return Tile{tile.p + row * tile.stride, tile.stride}; };
-          if (S::kWay == Way::tiles) ask_for_next(total, row + S::kRows, out.rows, S::kRows, S::kColumns);
-          Steps steps = {};
-          steps.columns = columns;
-          steps.a = strips + row * slab + (k_panel - k_slab) * rows;
-          steps.b = unpacked ? (const void *)b_at : panel;
-          steps.b_stride = !unpacked ? padded : S::kWay == Way::transposed ? b.col_stride : b.row_stride;
-          const int64_t b_step = unpacked ? b.row_stride * size_of(b.type) : padded * size_of(Type::f32);
-          advance(S::template chain<T>(rows), steps, rows * size_of(Type::f32), b_step, gemm,
-                  {of_strip(total), of_strip(open_chunk)}, k_panel, k_panel + depth);
+          packed = panel;
+          for (int64_t column = first; column < last; column += S::kColumns) {
+            const Panel p = panel_of(column);
+            Steps steps = {};
+            steps.columns = p.columns;
+            steps.a = strips + row * slab + (k_panel - k_slab) * rows;
+            steps.b = p.unpacked ? (const void *)at(b, k_panel, column) : packed;
+            steps.b_stride = !p.unpacked ? p.padded : S::kWay == Way::transposed ? b.col_stride : b.row_stride;
+            const bool wraps = column + S::kColumns >= last;
+            const Panel next = panel_of(wraps ? first : column + S::kColumns);
+            steps.next = {next.total.p + (row + (wraps ? rows : 0)) * next.total.stride, next.total.stride};
+            if (calls-- <= asking) ahead.ask(steps, depth);
+            const int64_t b_step = p.unpacked ? b.row_stride * size_of(b.type) : p.padded * size_of(Type::f32);
+            advance(S::template chain<T>(rows), steps, rows * size_of(Type::f32), b_step, gemm,
+                    {of_strip(p.total), of_strip(p.open_chunk)}, k_panel, k_panel + depth);
+            packed += depth * p.padded;
+          }
         }
         k_panel += depth;
       } while (k_panel < k_slab + slab);
 
       if (k_slab + slab == k) {
-        if (bias.data) {
-          dispatch(bias.type,
-                   [&](auto number) { add<decltype(number)>(part(bias, 0, out.rows, column, columns), total); });
-        }
-        if (!in_place) {
-          dispatch(out.type, [&](auto number) { round<decltype(number)>(total, out_panel); });
+        for (int64_t column = first; column < last; column += S::kColumns) {
+          const Panel p = panel_of(column);
+          if (bias.data) {
+            dispatch(bias.type,
+                     [&](auto number) { add<decltype(number)>(part(bias, 0, out.rows, column, p.columns), p.total); });
+          }
+          if (!p.in_place) {
+            dispatch(out.type, [&](auto number) { round<decltype(number)>(p.total, p.out); });
+          }
         }
       }
     }
@@ -265,6 +384,7 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
   plan.unpacked = S::kWay == Way::transposed || (streams && gemm.b.type == Type::f32);
   plan.depth = S::kWay == Way::transposed ? kStripFloats / S::kRows : streams ? kStreamDepth : kDepth<S>;
+  plan.panels = S::kWay == Way::tiles && !streams ? kPanels : 1;
   const bool chunks_fit = gemm.k_chunk <= plan.depth;
   if (gemm.k_chunk && chunks_fit) plan.depth -= plan.depth % gemm.k_chunk;
   const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs
@@ -285,7 +405,7 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
 
   plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
   plan.panel_at = kStripFloats + kSurplus;
-  plan.sums_at = plan.panel_at + kPanelFloats;
+  plan.sums_at = plan.panel_at + kPanels * kPanelFloats;
   plan.turn_at = plan.sums_at + kSumFloats;
   return plan;
 }
@@ -300,6 +420,7 @@ Plan cut_small(const Gemm &gemm) {
   plan.rows = S::kRows, plan.columns = S::kColumns;
   plan.row_tasks = divide_up(gemm.m, plan.rows), plan.column_tasks = divide_up(gemm.n, plan.columns);
   plan.slab = plan.depth = kSteps;
+  plan.panels = 1;
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
   plan.panel_at = kStrip;
   plan.sums_at = plan.panel_at + kPanel;

@@ -36,7 +36,10 @@ template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
     for (int v = 0; v < kVectors; ++v) s[r][v] = started(steps.start, r, v * kWidth);
   }
   const float *a = steps.a, *b = (const float *)steps.b;
-  for (int64_t k = 0; k < steps.depth; ++k, a += kRows, b += steps.b_stride) {
+  const char *ask = steps.ask ? steps.ask : (const char *)a, *ask_end = steps.ask ? steps.ask_end : ask;
+  auto step = [&] {
+    prefetch(ask, 0);
+    ask = ask == ask_end ? ask : ask + steps.ask_step;
     prefetch(a, 448);  // some steps ahead: of the strip, which lies in the L2
     Floats b_k[kVectors];
 #pragma GCC unroll 16
@@ -47,6 +50,15 @@ template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
     }
+    a += kRows, b += steps.b_stride;
+  };
+  int64_t left = steps.depth;
+  for (; left > kRows; --left) step();
+  // Each of the last steps asks for a row of the tile that comes next, which this one's stores would make wait.
+  const Tile &next = steps.next.p ? steps.next : steps.to;
+  for (const float *row = next.p; left > 0; --left, row += next.stride) {
+    for (int v = 0; v <= kVectors; ++v) prefetch(row + v * kWidth - (v == kVectors), 0);
+    step();
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {

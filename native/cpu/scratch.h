@@ -10,7 +10,7 @@ namespace pydet {
 // caller's thread makes do with kSmall bytes of its stack (with_scratch in parallel.h) and cuts its work smaller.
 class Scratch {
  public:
-  static constexpr int64_t kLarge = 512 * 1024, kSmall = 8 * 1024;
+  static constexpr int64_t kLarge = 1024 * 1024, kSmall = 8 * 1024;
 
   Scratch();
   explicit Scratch(void *small) : data(small) {}
