@@ -16,17 +16,19 @@ namespace {
 
 // ---- Blocks ------------------------------------------------------------------------------------------------------
 
+// A task's rows and columns, and what it packs of b at a time: so many steps of k of so many columns, which are adjacent.
+constexpr int64_t kBlockRows = kWidth == 16 ? 37 * 14 : 42 * 6, kBlockColumns = 2048;
+constexpr int64_t kDepth = 256, kGroupColumns = 128;
+
 // Floats of a thread's scratch memory, in this order.
-constexpr int64_t kStripFloats = kWidth == 16 ? 130 * 1024 : 64 * 1024;  // a, half of the L2
-constexpr int64_t kPanelFloats = 8 * 1024;   // b, most of an L1
-constexpr int64_t kPanels = 4; // that are packed together: long rows
-constexpr int64_t kSumFloats = 44 * 1024;    // chains that cannot wait in out
-constexpr int64_t kBlockRows = kWidth == 16 ? 518 : 256, kBlockColumns = 2048;
+constexpr int64_t kStripFloats = kWidth == 16 ? 130 * 1024 : 64 * 1024;  // a, half of an L2
+constexpr int64_t kGroupFloats = kDepth * kGroupColumns;                 // b
+constexpr int64_t kSumFloats = 44 * 1024;                                // chains that cannot wait in out
 constexpr int64_t kSurplus = 16;  // that packing a strip may write past its end
 constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
-static_assert(kStripFloats + kSurplus + kPanels * kPanelFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
-
-template <class S> constexpr int64_t kDepth = least(kPanelFloats / S::kColumns, kStripFloats / kBlockRows);
+static_assert(kStripFloats + kSurplus + kGroupFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
+static_assert(kBlockRows * kDepth <= kStripFloats, "a block's strips fit");
+constexpr int64_t kStreamFloats = 8 * 1024;  // of out, that stay in an L1 while few rows pass over b
 
 // How out is cut into tasks, and k into slabs and panels.
 struct Plan {
@@ -275,12 +277,14 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
       const Stored *a_at = (const Stored *)at(a, row, k_slab);
       pack<T>(a_at, a.row_stride, a.col_stride, rows, slab, strips + row * slab, rows, turn);
     }
-    for (int64_t first = 0; first < out.cols; first += plan.panels * S::kColumns) {
-      const int64_t last = least(first + plan.panels * S::kColumns, out.cols);
+    int64_t last;
+    for (int64_t first = 0; first < out.cols; first = last) {
+      last = least(first + plan.panels * S::kColumns, out.cols);
+      if (S::kWay == Way::across && last - first > kWidth) last -= (last - first) % kWidth;
       int64_t k_panel = k_slab;
       auto panel_of = [&](int64_t column) {
         Panel p;
-        p.columns = least(S::kColumns, out.cols - column);
+        p.columns = least(S::kColumns, last - column);
         p.padded = S::kWay == Way::tiles ? S::kColumns : divide_up(p.columns, kWidth) * kWidth;
         p.out = part(out, 0, out.rows, column, p.columns);
         p.in_place = plan.in_place && p.columns == p.padded;
@@ -289,7 +293,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
         // The chain of an unfinished chunk, where total holds the chunks before it.
         const int64_t totals = (plan.in_place ? S::kColumns : plan.columns) * out.rows;
         p.open_chunk = {sums + totals + column * out.rows, p.padded};
-        p.unpacked = plan.unpacked && (S::kWay == Way::transposed || p.columns == p.padded);
+        p.unpacked = plan.unpacked && (S::kWay != Way::tiles || p.columns == p.padded);
         return p;
       };
       if (k_slab == 0 && gemm.accumulate) {
@@ -311,10 +315,6 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
           if (!p.unpacked) {
             pack<T>(b_at, b.col_stride, b.row_stride, p.columns, depth, packed, p.padded, turn);
             packed += depth * p.padded;
-          } else if (S::kWay == Way::tiles) {
-            for (int64_t i = 0; i < depth; ++i) {
-              for (int64_t v = 0; v < S::kColumns; v += kWidth) prefetch(b_at + i * b.row_stride + v);
-            }
           }
         }
         Ahead ahead;
@@ -350,6 +350,10 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
             const Panel next = panel_of(wraps ? first : column + S::kColumns);
             steps.next = {next.total.p + (row + (wraps ? rows : 0)) * next.total.stride, next.total.stride};
             if (calls-- <= asking) ahead.ask(steps, depth);
+            if (S::kWay == Way::across) {
+              if (out.cols - last >= kWidth) steps.ask = at(b, k_panel, last);
+              else if (k_panel + depth < k) steps.ask = at(b, k_panel + depth, 0);
+            }
             const int64_t b_step = p.unpacked ? b.row_stride * size_of(b.type) : p.padded * size_of(Type::f32);
             advance(S::template chain<T>(rows), steps, rows * size_of(Type::f32), b_step, gemm,
                     {of_strip(p.total), of_strip(p.open_chunk)}, k_panel, k_panel + depth);
@@ -376,15 +380,59 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
   } while (k_slab < k);
 }
 
+// ---- Small products ----------------------------------------------------------------------------------------------
+
+// Whether a and b are multiplied where they lie, since packing them would take as long: all is in the L2 and out is
+// narrow in one direction; or b is small and a's rows are read once, along k.
+bool is_small(const Gemm &gemm) {
+  const bool plain = gemm.a.type == Type::f32 && gemm.b.type == Type::f32 && gemm.out.type == Type::f32 &&
+                     gemm.b.col_stride == 1 && gemm.out.col_stride == 1 && gemm.batch.count == 1 &&
+                     (gemm.k_chunk == 0 || gemm.k_chunk >= gemm.k);
+  constexpr int64_t kFloats = 400 * 1000;  // these numbers are by trial
+  const bool all = gemm.k * (gemm.m + gemm.n) <= kFloats;
+  const bool streams = gemm.a.col_stride == 1 && gemm.a.row_stride % 256 != 0 && gemm.k * gemm.n <= kFloats / 2;
+  return plain && ((all && (gemm.n <= 200 || gemm.m <= 64)) || (streams && gemm.n <= 128));
+}
+
+// Rows `row` to `end` of out.
+void multiply_in_place(const Gemm &gemm, int64_t row, int64_t end) {
+  for (; row < end; row += Tiles::kRows) {
+    const int64_t rows = least(Tiles::kRows, end - row);
+    for (int64_t column = 0; column < gemm.n; column += Tiles::kColumns) {
+      InPlace steps;
+      steps.depth = gemm.k, steps.columns = least(Tiles::kColumns, gemm.n - column);
+      steps.a = (const float *)at(gemm.a, row, 0), steps.b = (const float *)at(gemm.b, 0, column);
+      steps.a_row = gemm.a.row_stride, steps.a_step = gemm.a.col_stride, steps.b_step = gemm.b.row_stride;
+      steps.out = {(float *)at(gemm.out, row, column), gemm.out.row_stride};
+      steps.accumulate = gemm.accumulate;
+      in_place_chain<Tiles::kColumns / kWidth, Tiles::kRows>(rows, divide_up(steps.columns, kWidth))(steps);
+    }
+    if (gemm.bias.data) {
+      const Tile out = {(float *)at(gemm.out, row, 0), gemm.out.row_stride};
+      dispatch(gemm.bias.type,
+               [&](auto number) { add<decltype(number)>(part(gemm.bias, row, rows, 0, gemm.n), out); });
+    }
+  }
+}
+
+void compute_in_place(const Gemm &gemm, int64_t threads, Scratch &scratch) {
+  const int64_t wanted = threads == 1 ? 1 : 4 * threads;
+  const int64_t rows = divide_up(divide_up(gemm.m, wanted), Tiles::kRows) * Tiles::kRows;
+  parallel(divide_up(gemm.m, rows), threads, scratch, [&](int64_t task, Scratch &) __attribute__((noinline)) {
+    multiply_in_place(gemm, task * rows, least((task + 1) * rows, gemm.m));
+  });
+}
+
 // ---- The whole of out --------------------------------------------------------------------------------------------
 
 template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   Plan plan;
-  const bool streams = gemm.m <= S::kRows && gemm.b.col_stride == 1 && S::kWay != Way::transposed;
+  const bool streams = S::kWay == Way::across;
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
-  plan.unpacked = S::kWay == Way::transposed || (streams && gemm.b.type == Type::f32);
-  plan.depth = S::kWay == Way::transposed ? kStripFloats / S::kRows : streams ? kStreamDepth : kDepth<S>;
-  plan.panels = S::kWay == Way::tiles && !streams ? kPanels : 1;
+  plan.unpacked = S::kWay != Way::tiles;
+  plan.depth = S::kWay == Way::transposed ? kStripFloats / S::kRows : streams ? kStreamDepth : kDepth;
+  plan.panels = S::kWay == Way::tiles ? kGroupColumns / S::kColumns : 1;
+
   const bool chunks_fit = gemm.k_chunk <= plan.depth;
   if (gemm.k_chunk && chunks_fit) plan.depth -= plan.depth % gemm.k_chunk;
   const int64_t sums = (plan.in_place ? 0 : 1) + (chunks_fit ? 0 : 1);  // that a column needs
@@ -395,17 +443,22 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   plan.row_tasks =
       most(divide_up(gemm.m, sums ? 168 : kBlockRows), least(short_of_threads, divide_up(gemm.m, S::kRows)));
   plan.rows = divide_up(gemm.m, plan.row_tasks);
+  if (S::kWay == Way::tiles) plan.rows = divide_up(plan.rows, S::kRows) * S::kRows;
   plan.row_tasks = divide_up(gemm.m, plan.rows);
-  int64_t max_columns = streams ? kPanelFloats / plan.rows : kBlockColumns;
+  int64_t max_columns = streams ? kStreamFloats / plan.rows : kBlockColumns;
   if (sums) max_columns = least(max_columns, (kSumFloats / plan.rows - (plan.in_place ? S::kColumns : 0)) / sums);
-  const int64_t wanted = threads == 1 ? 1 : streams ? 2 * threads : 4 * threads;  // the hardware likes long rows of b
-  const int64_t wanted_columns = divide_up(gemm.n * plan.row_tasks * gemm.batch.count, wanted);
+  // Some tasks for every thread; fewer where they would be so narrow that packing their rows of a takes long.
+  auto columns_for = [&](int64_t tasks) { return divide_up(gemm.n * plan.row_tasks * gemm.batch.count, tasks); };
+  int64_t wanted_columns = columns_for(threads == 1 ? 1 : streams ? 2 * threads : 4 * threads);
+  if (!streams && threads > 1) wanted_columns = most(wanted_columns, least(512, columns_for(2 * threads)));
   plan.columns = most(least(divide_up(wanted_columns, step), max_columns / step), 1) * step;
+  plan.column_tasks = divide_up(gemm.n, plan.columns);
+  plan.columns = divide_up(divide_up(gemm.n, plan.column_tasks), step) * step;  // even ones
   plan.column_tasks = divide_up(gemm.n, plan.columns);
 
   plan.slab = streams ? plan.depth : kStripFloats / plan.rows / plan.depth * plan.depth;
   plan.panel_at = kStripFloats + kSurplus;
-  plan.sums_at = plan.panel_at + kPanels * kPanelFloats;
+  plan.sums_at = plan.panel_at + kGroupFloats;
   plan.turn_at = plan.sums_at + kSumFloats;
   return plan;
 }
@@ -462,9 +515,11 @@ template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   const int64_t threads = threads_for(work, kWorthAThread);
   const bool row_major_b = gemm.b.col_stride == 1;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    if (!scratch.large()) {
+    if (is_small(gemm)) {
+      compute_in_place(gemm, threads, scratch);
+    } else if (!scratch.large()) {
       compute<Tiles>(gemm, cut_small(gemm), threads, scratch);
-    } else if (row_major_b && gemm.m <= Across::kRows && gemm.n > Tiles::kColumns) {
+    } else if (row_major_b && gemm.m <= (gemm.b.type == Type::f32 ? 6 : Across::kRows) && gemm.n > Tiles::kColumns) {
       compute<Across>(gemm, cut<Across>(gemm, threads), threads, scratch);
     } else if (!row_major_b && gemm.m <= Transposed::kRows) {
       compute<Transposed>(gemm, cut<Transposed>(gemm, threads), threads, scratch);

@@ -67,25 +67,50 @@ template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
   }
 }
 
-// Way::across: one vector of columns after the other, all its steps of k at once. Each load then walks along one row of
-// b, as the hardware's prefetcher expects, and the vectors' chains overlap.
+// Way::across: one vector of columns after the other, all its steps of k at once, b read where it is, elements of T. Each
+// load then walks along one row of b, as the hardware's prefetcher expects, and the vectors' chains overlap.
 constexpr int kStreamDepth = 8;  // rows of b that are walked at a time
 
-template <int kRows> void chain_across(const Steps &steps) {
-  const float *b = (const float *)steps.b;
-  for (int64_t c = 0; c < steps.columns; c += kWidth) {
+// What is asked for comes into the L2 alone: rows that lie a power of two apart share a set of the L1, and evict there
+// what is early.
+inline void prefetch_into_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+template <class T, int kRows> void chain_across(const Steps &steps) {
+  using Stored = typename T::Stored;
+  constexpr int64_t kAhead = 2048 / sizeof(Stored);
+  const Stored *b = (const Stored *)steps.b;
+  const int64_t stride = steps.b_stride, whole = steps.columns / kWidth * kWidth;
+  int64_t c = 0;
+  if (steps.depth == kStreamDepth) {
+    // What is read next begins at `ask`: further on in the same rows, or the rows after them.
+    const Stored *after = steps.ask ? (const Stored *)steps.ask - whole : b;
+    constexpr bool kHeld = kStreamDepth * kRows <= (kWidth == 16 ? 24 : 8);  // the registers that are left for a
+    const float *x = steps.a;
+    Floats a[kStreamDepth][kRows];
+    if (kHeld) {
+#pragma GCC unroll 16
+    for (int k = 0; k < kStreamDepth; ++k)
+      for (int r = 0; r < kRows; ++r) a[k][r] = broadcast(x[k * kRows + r]);
+    }
+    for (; c < whole; c += kWidth) {
+      const Stored *ahead = (c + kAhead < whole ? b : after) + c + kAhead;
+      Floats s[kRows];
+      for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
+#pragma GCC unroll 16
+      for (int k = 0; k < kStreamDepth; ++k) {
+        prefetch_into_l2(ahead + k * stride);
+        Floats b_k = T::load(b + k * stride + c);
+        for (int r = 0; r < kRows; ++r) s[r] = fma(kHeld ? a[k][r] : broadcast(x[k * kRows + r]), b_k, s[r]);
+      }
+      for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
+    }
+  }
+  for (; c < steps.columns; c += kWidth) {
     Floats s[kRows];
     for (int r = 0; r < kRows; ++r) s[r] = started(steps.start, r, c);
-    auto step = [&](int64_t k) {
-      prefetch(b + k * steps.b_stride + c, 1024);
-      Floats b_k = load(b + k * steps.b_stride + c);
+    for (int64_t k = 0; k < steps.depth; ++k) {
+      Floats b_k = T::load(b + k * stride + c, steps.columns - c);
       for (int r = 0; r < kRows; ++r) s[r] = fma(broadcast(steps.a[k * kRows + r]), b_k, s[r]);
-    };
-    if (steps.depth == kStreamDepth) {
-#pragma GCC unroll 16
-      for (int k = 0; k < kStreamDepth; ++k) step(k);
-    } else {
-      for (int64_t k = 0; k < steps.depth; ++k) step(k);
     }
     for (int r = 0; r < kRows; ++r) finish(steps, r, c, s[r]);
   }
@@ -99,7 +124,7 @@ inline __attribute__((always_inline)) void transposed_steps(const typename T::St
   Floats t[kWidth];
 #pragma GCC unroll 16
   for (int i = 0; i < kWidth; ++i) {
-    prefetch(b + i * b_stride);
+    prefetch_into_l2(b + i * b_stride + 1024 / int64_t(sizeof(typename T::Stored)));
     t[i] = T::load(b + i * b_stride);
   }
   transpose(t);
@@ -151,6 +176,63 @@ template <class T, int kRows> void chain_transposed(const Steps &steps) {
   }
 }
 
+// A tile whose operands lie where they are, in the caches: a_row and a_step floats from row to row and from k to k.
+struct InPlace {
+  int64_t depth, columns;
+  const float *a, *b;
+  int64_t a_row, a_step, b_step;
+  Tile out;
+  bool accumulate;
+};
+
+template <int kRows, int kVectors> void chain_in_place(const InPlace &steps) {
+  constexpr int kLast = kVectors - 1;
+  const int64_t rest = steps.columns - kLast * kWidth;  // columns of the last vector
+  const float *row[kRows];
+  Floats s[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = steps.a + r * steps.a_row;
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      const float *from = steps.out.p + r * steps.out.stride + v * kWidth;
+      s[r][v] = !steps.accumulate ? zero() : v < kLast ? load(from) : load(from, rest);
+    }
+  }
+  const float *b = steps.b;
+  int64_t at = 0;
+  for (int64_t k = 0; k < steps.depth; ++k, at += steps.a_step, b += steps.b_step) {
+    Floats b_k[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) b_k[v] = v < kLast ? load(b + v * kWidth) : load(b + v * kWidth, rest);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      Floats a_k = broadcast(row[r][at]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
+    }
+  }
+  float *to = steps.out.p;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, to += steps.out.stride) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kLast; ++v) store(to + v * kWidth, canonical(s[r][v]));
+    if (rest == kWidth) store(to + kLast * kWidth, canonical(s[r][kLast]));
+    else store(to + kLast * kWidth, canonical(s[r][kLast]), rest);
+  }
+}
+
+using InPlaceChain = void (*)(const InPlace &);
+template <int kVectors, int kRows> InPlaceChain in_place_chain(int64_t rows, int64_t vectors) {
+  if constexpr (kVectors > 1) {
+    if (vectors < kVectors) return in_place_chain<kVectors - 1, kRows>(rows, vectors);
+  }
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return in_place_chain<kVectors, kRows - 1>(rows, vectors);
+  }
+  return chain_in_place<kRows, kVectors>;
+}
+
 // How a tile is walked, its strip's height, its panel's width, and the code for each number of rows up to that height.
 enum class Way { tiles, across, transposed };
 
@@ -161,14 +243,14 @@ template <Way way, int rows, int vectors> struct Shape {
     if constexpr (row > 1) {
       if (count < row) return chain<T, row - 1>(count);
     }
-    if constexpr (way == Way::across) return chain_across<row>;
+    if constexpr (way == Way::across) return chain_across<T, row>;
     if constexpr (way == Way::transposed) return chain_transposed<T, row>;
     return chain_tile<row, vectors>;
   }
 };
 
 using Tiles = Shape<Way::tiles, kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
-using Across = Shape<Way::across, 3, 32>;
+using Across = Shape<Way::across, 8, 2048 / kWidth>;
 using Transposed = Shape<Way::transposed, kWidth == 16 ? 8 : 4, 16>;
 
 }  // namespace
