@@ -625,3 +625,70 @@ def test_kernels_of_one_arithmetic_agree(gemm_kernel):
             gemm_kernel, m=131, n=270, k=421, out_dtype=out_dtype, a_layout=a_layout, b_layout=b_layout
         )
         assert_same_bits(cases.run(gemm_kernel.gemm, problem), cases.run(pydet.gemm, problem), str(problem))
+
+
+BLOCKS = [  # M, N, K around what a CPU kernel packs, reads where it is and gives to a task at a time
+    *((519, 129, 257), (518, 128, 512), (1037, 127, 261), (253, 257, 513), (170, 258, 260)),
+    *(
+        (1, 2079, 9),
+        (1, 4113, 17),
+        (2, 2048, 24),
+        (3, 2737, 8),
+        (5, 2065, 20),
+        (6, 2049, 40),
+        (7, 2051, 33),
+        (9, 2033, 24),
+    ),
+    *((40, 2081, 256), (64, 3000, 130), (65, 3000, 130), (14, 500, 300), (15, 1030, 390), (15, 1030, 391)),
+    *(
+        (2001, 40, 210),
+        (2001, 129, 210),
+        (700, 127, 256),
+        (300, 9, 200),
+        (300, 16, 200),
+        (33, 201, 700),
+        (200, 200, 999),
+    ),
+]
+
+
+def test_blocks_and_places_of_the_cpu(gemm_kernel):
+    """Larger than the reference can follow: some rows and columns of each."""
+    if gemm_kernel.arithmetic == "ieee":
+        random = np.random.default_rng(0)
+        options = itertools.cycle(
+            itertools.product(
+                ["fp32", "fp32", "bf16"], [False, True], [None, None, 48, 272], ["row", "row_padded", "col"]
+            )
+        )
+        for (m, n, k), many in itertools.product(BLOCKS, (1, 3)):
+            out_dtype, accumulate, k_chunk, layout = next(options)
+            problem = start_from(
+                gemm_kernel,
+                m=m,
+                n=n,
+                k=k,
+                out_dtype=out_dtype,
+                accumulate=accumulate and out_dtype == "fp32",
+                k_chunk=k_chunk if many == 1 else None,
+                kind="wide",
+                a_layout=layout,
+                b_layout="row" if many == 1 else "col_padded",
+                out_layout="row_padded",
+            )
+            with threads(many):
+                got = cases.run(gemm_kernel.gemm, problem)
+            a, b, _ = problem.operands()
+            start = problem.start() if problem.accumulate else None
+            rows = np.unique([0, m - 1, *random.integers(0, m, 10)])
+            columns = np.unique([0, n - 1, *random.integers(0, n, 20)])
+            part = np.ix_(rows, columns)
+            total = reference.product_sum(
+                a[rows],
+                b[:, columns],
+                None if start is None else start[part],
+                arithmetic="ieee",
+                k_chunk=problem.k_chunk,
+            )
+            want = reference.finish(total, a, None, None, DTYPES[out_dtype])
+            assert_same_bits(got[part], want, f"{problem} on {many} threads")

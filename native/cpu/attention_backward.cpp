@@ -83,7 +83,7 @@ template <bool of_keys> struct Desk {
       Arena arena(nullptr);
       Desk desk(a);
       desk.take(arena, a, rows, tile);
-      return arena.used() <= Scratch::kLarge;
+      return arena.used() <= Scratch::kWalked;
     };
     const int64_t strip = Products(a).strip;
     int64_t rows = 1;

@@ -24,7 +24,7 @@ constexpr int64_t kDepth = 256, kGroupColumns = 128;
 constexpr int64_t kStripFloats = kWidth == 16 ? 130 * 1024 : 64 * 1024;  // a, half of an L2
 constexpr int64_t kGroupFloats = kDepth * kGroupColumns;                 // b
 constexpr int64_t kSumFloats = 44 * 1024;                                // chains that cannot wait in out
-constexpr int64_t kSurplus = 16;  // that packing a strip may write past its end
+constexpr int64_t kSurplus = 16;                                         // that packing a strip may write past its end
 constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
 static_assert(kStripFloats + kSurplus + kGroupFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
 static_assert(kBlockRows * kDepth <= kStripFloats, "a block's strips fit");
@@ -386,40 +386,44 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
 // narrow in one direction; or b is small and a's rows are read once, along k.
 bool is_small(const Gemm &gemm) {
   const bool plain = gemm.a.type == Type::f32 && gemm.b.type == Type::f32 && gemm.out.type == Type::f32 &&
-                     gemm.b.col_stride == 1 && gemm.out.col_stride == 1 && gemm.batch.count == 1 &&
-                     (gemm.k_chunk == 0 || gemm.k_chunk >= gemm.k);
+                     gemm.b.col_stride == 1 && gemm.out.col_stride == 1 && gemm.batch.count == 1 && gemm.k_chunk == 0;
   constexpr int64_t kFloats = 400 * 1000;  // these numbers are by trial
   const bool all = gemm.k * (gemm.m + gemm.n) <= kFloats;
   const bool streams = gemm.a.col_stride == 1 && gemm.a.row_stride % 256 != 0 && gemm.k * gemm.n <= kFloats / 2;
   return plain && ((all && (gemm.n <= 200 || gemm.m <= 64)) || (streams && gemm.n <= 128));
 }
 
-// Rows `row` to `end` of out.
-void multiply_in_place(const Gemm &gemm, int64_t row, int64_t end) {
-  for (; row < end; row += Tiles::kRows) {
-    const int64_t rows = least(Tiles::kRows, end - row);
-    for (int64_t column = 0; column < gemm.n; column += Tiles::kColumns) {
+// out, or a part of it with its rows of a and columns of b.
+__attribute__((noinline)) void multiply_in_place(const Gemm &gemm, const Matrix &a, const Matrix &b, const Matrix &bias,
+                                                 const Matrix &out) {
+  for (int64_t row = 0; row < out.rows; row += Tiles::kRows) {
+    const int64_t rows = least(Tiles::kRows, out.rows - row), tile_columns = in_place_vectors(rows) * kWidth;
+    for (int64_t column = 0; column < out.cols; column += tile_columns) {
       InPlace steps;
-      steps.depth = gemm.k, steps.columns = least(Tiles::kColumns, gemm.n - column);
-      steps.a = (const float *)at(gemm.a, row, 0), steps.b = (const float *)at(gemm.b, 0, column);
-      steps.a_row = gemm.a.row_stride, steps.a_step = gemm.a.col_stride, steps.b_step = gemm.b.row_stride;
-      steps.out = {(float *)at(gemm.out, row, column), gemm.out.row_stride};
+      steps.depth = gemm.k, steps.columns = least(tile_columns, out.cols - column);
+      steps.a = (const float *)at(a, row, 0), steps.b = (const float *)at(b, 0, column);
+      steps.a_row = a.row_stride, steps.a_step = a.col_stride, steps.b_step = b.row_stride;
+      steps.out = {(float *)at(out, row, column), out.row_stride};
       steps.accumulate = gemm.accumulate;
-      in_place_chain<Tiles::kColumns / kWidth, Tiles::kRows>(rows, divide_up(steps.columns, kWidth))(steps);
+      in_place_chain<Tiles::kRows>(rows, divide_up(steps.columns, kWidth))(steps);
     }
-    if (gemm.bias.data) {
-      const Tile out = {(float *)at(gemm.out, row, 0), gemm.out.row_stride};
-      dispatch(gemm.bias.type,
-               [&](auto number) { add<decltype(number)>(part(gemm.bias, row, rows, 0, gemm.n), out); });
-    }
+  }
+  if (bias.data) {
+    dispatch(bias.type, [&](auto number) { add<decltype(number)>(bias, {(float *)out.data, out.row_stride}); });
   }
 }
 
 void compute_in_place(const Gemm &gemm, int64_t threads, Scratch &scratch) {
-  const int64_t wanted = threads == 1 ? 1 : 4 * threads;
+  const int64_t wanted = threads == 1 ? 1 : 4 * threads;  // tasks
   const int64_t rows = divide_up(divide_up(gemm.m, wanted), Tiles::kRows) * Tiles::kRows;
-  parallel(divide_up(gemm.m, rows), threads, scratch, [&](int64_t task, Scratch &) __attribute__((noinline)) {
-    multiply_in_place(gemm, task * rows, least((task + 1) * rows, gemm.m));
+  const int64_t row_tasks = divide_up(gemm.m, rows), wanted_across = divide_up(wanted, row_tasks);
+  const int64_t columns = divide_up(divide_up(gemm.n, wanted_across), Tiles::kColumns) * Tiles::kColumns;
+  parallel(row_tasks * divide_up(gemm.n, columns), threads, scratch, [&](int64_t task, Scratch &) {
+    const int64_t row = task % row_tasks * rows, column = task / row_tasks * columns;
+    const int64_t own_rows = least(rows, gemm.m - row), own_columns = least(columns, gemm.n - column);
+    multiply_in_place(gemm, part(gemm.a, row, own_rows, 0, gemm.k), part(gemm.b, 0, gemm.k, column, own_columns),
+                      part(gemm.bias, row, own_rows, column, own_columns),
+                      part(gemm.out, row, own_rows, column, own_columns));
   });
 }
 
@@ -508,7 +512,8 @@ template <> Chain tile_chain<Isa>(int64_t rows) { return Tiles::chain<Number<Typ
 
 template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   constexpr double kWorthAThread = 3 << 19;  // some 30 us, as long as a sleeping thread takes to come
-  const bool few_columns = problem.n <= kWidth && problem.m > 2 * kWidth;
+  const bool few_columns =
+      problem.n <= kWidth && problem.m > 2 * kWidth && !(problem.n > Transposed::kRows && is_small(problem));
   const Gemm &gemm = few_columns ? transposed(problem) : problem;
   const double m = double(gemm.m), n = double(gemm.n), k = double(gemm.k);
   const double work = (m * n * k + 8 * (m + n) * k) * double(gemm.batch.count);  // an element read costs as 8 fmaf

@@ -22,7 +22,7 @@ struct Steps {
   int64_t b_stride;
   Tile start, base, to;
   bool fold;
-  Tile next;  // that of the call to come: its lines are asked for. May be none
+  Tile next;                  // that of the call to come: its lines are asked for. May be none
   const char *ask, *ask_end;  // lines ask_step apart that are asked for meanwhile, one a step. May be none
   int64_t ask_step;
 };

@@ -33,12 +33,12 @@ struct Room {
     gradient = own.large() ? (float *)own.data : workspace.own();
     free = gradient + size, first = free + 2 * size, second = first + workspace.states;
     slots = gradient + fixed;
-    count = own.large() ? (Scratch::kLarge / int64_t(sizeof(float)) - fixed) / size : 1;
+    count = own.large() ? (Scratch::kWalked / int64_t(sizeof(float)) - fixed) / size : 1;
     if (count > checkpoint_tokens(workspace.states)) count = checkpoint_tokens(workspace.states);
   }
   float *slot(int64_t i) const { return slots + i * size; }
 };
-static_assert((4 * kColumns + 2) * kMostStates * int64_t(sizeof(float)) <= Scratch::kLarge, "those and one slot");
+static_assert((4 * kColumns + 2) * kMostStates * int64_t(sizeof(float)) <= Scratch::kWalked, "those and one slot");
 
 // Walks a sequence's tokens forwards and then backwards: step(t, from, to) makes the states behind a token of those before
 // it, back(t, before) takes a token back.

@@ -11,6 +11,7 @@ namespace pydet {
 class Scratch {
  public:
   static constexpr int64_t kLarge = 1024 * 1024, kSmall = 8 * 1024;
+  static constexpr int64_t kWalked = 512 * 1024;  // of kLarge, what is passed over again and again: half of an L2
 
   Scratch();
   explicit Scratch(void *small) : data(small) {}
