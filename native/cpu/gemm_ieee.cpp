@@ -4,12 +4,15 @@
 //   with k_chunk: s starts from +0 at every multiple of it, and D = D + s over the chunks, from D = +0 or out
 //
 // A task owns a block of out and walks all of k, so neither blocks nor threads show in a bit. It packs a slab of k of
-// its rows of a into strips (L2), then, panel by panel, some steps of its columns of b (L1), and keeps a tile of strip
-// by panel in registers (gemm_ieee_chains.h). A chain that a slab, panel or chunk interrupts waits as the fp32 it is,
-// in out itself where out is fp32, else in scratch memory. Few columns are the few rows of the transposed problem.
+// its rows of a into strips, then some steps of k of a few panels of its columns of b (both in the L2), and keeps a tile
+// of strip by panel in registers (gemm_ieee_chains.h). The strip stays in the L1 and goes along the panels: down the
+// strips, loads of out would wait for the stores of the tile before where rows lie a multiple of 4 KiB apart, since the
+// processor compares 12 bits of their addresses. What is packed next is asked for meanwhile.
+//
+// A chain that a slab, panel or chunk interrupts waits as the fp32 it is, in out itself where out is fp32, else in
+// scratch memory. Few columns are the few rows of the transposed problem.
 
-#include "cpu/gemm_ieee_chains.h"
-#include "cpu/parallel.h"
+#include "cpu/gemm_ieee_in_place.h"
 
 namespace pydet {
 namespace {
@@ -25,7 +28,6 @@ constexpr int64_t kStripFloats = kWidth == 16 ? 130 * 1024 : 64 * 1024;  // a, h
 constexpr int64_t kGroupFloats = kDepth * kGroupColumns;                 // b
 constexpr int64_t kSumFloats = 44 * 1024;                                // chains that cannot wait in out
 constexpr int64_t kSurplus = 16;                                         // that packing a strip may write past its end
-constexpr int64_t kRun = 64, kLaneFloats = kRun + kWidth, kTurnFloats = kWidth * kLaneFloats;  // where lanes are turned
 static_assert(kStripFloats + kSurplus + kGroupFloats + kSumFloats + kTurnFloats <= Scratch::kLarge / 4, "all fit");
 static_assert(kBlockRows * kDepth <= kStripFloats, "a block's strips fit");
 constexpr int64_t kStreamFloats = 8 * 1024;  // of out, that stay in an L1 while few rows pass over b
@@ -40,144 +42,6 @@ struct Plan {
   int64_t panels;                      // that are packed together
   int64_t panel_at, sums_at, turn_at;  // in scratch memory, where the strips come first
 };
-
-// kWidth lanes, each lane's steps of k adjacent, to[k * ld + lane], lanes past the last +0. First a few lines of each
-// lane in turn go to a buffer: lanes a power of two apart, walked side by side, would evict each other from the L1.
-template <class T>
-void pack_transposed(const typename T::Stored *from, int64_t lane_stride, int64_t lanes, int64_t depth, float *to,
-                     int64_t ld, float *buffer) {
-  using Stored = typename T::Stored;
-  const int64_t lane_floats = depth <= kWidth ? kWidth : kLaneFloats;
-  for (int64_t begin = 0; begin < depth; begin += kRun) {
-    const int64_t run = least(depth - begin, kRun);
-    for (int64_t i = 0; i < kWidth; ++i) {
-      const Stored *lane = from + i * lane_stride + begin;
-      float *to_lane = buffer + i * lane_floats;
-      if (i < lanes && run == kRun) {
-#pragma GCC unroll 8
-        for (int64_t k = 0; k < kRun; k += kWidth) store(to_lane + k, T::load(lane + k));
-      } else {
-        for (int64_t k = 0; k < run; k += kWidth) store(to_lane + k, i < lanes ? T::load(lane + k, run - k) : zero());
-      }
-    }
-    for (int64_t k = 0; k < run; k += kWidth) {
-      Floats t[kWidth];
-#pragma GCC unroll 16
-      for (int i = 0; i < kWidth; ++i) {
-        prefetch(from + i * lane_stride + begin + k);
-        t[i] = load(buffer + i * lane_floats + k);
-      }
-      transpose(t);
-      float *tile = to + (begin + k) * ld;
-      if (run - k >= kWidth) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) store(tile + i * ld, t[i]);
-      } else {
-        for (int i = 0; i < run - k; ++i) store(tile + i * ld, t[i]);
-      }
-    }
-  }
-}
-
-// Lanes by steps of k, as fp32: to[k * ld + lane], lanes past the last +0. Either stride is 1. ld is a multiple of
-// kWidth, or less than that: then each step writes up to kWidth floats, the surplus overwritten by the next step's.
-template <class T>
-__attribute__((noinline)) void pack(const typename T::Stored *from, int64_t lane_stride, int64_t k_stride,
-                                    int64_t lanes, int64_t depth, float *to, int64_t ld, float *buffer) {
-  if (k_stride != 1) {
-    for (int64_t k = 0; k < depth; ++k) {
-      for (int64_t v = 0; v < ld; v += kWidth) {
-        prefetch(from + k * k_stride + v);
-        store(to + k * ld + v, T::load(from + k * k_stride + v, most(lanes - v, 0)));
-      }
-    }
-  } else if (ld == 1) {  // one lane is a row of lanes
-    pack<T>(from, 1, 0, depth, 1, to, depth, buffer);
-  } else {
-    for (int64_t v = 0; v < ld; v += kWidth) {
-      pack_transposed<T>(from + v * lane_stride, lane_stride, lanes - v, depth, to + v, ld, buffer);
-    }
-  }
-}
-
-// The panels of a tile of rows of b, adjacent columns of it, as pack() makes each: a row's are read together.
-template <class T>
-__attribute__((noinline)) void pack_panels(const typename T::Stored *from, int64_t k_stride, int64_t columns,
-                                           int64_t depth, float *to) {
-  constexpr int64_t kRowsAhead = 8;
-  const int64_t whole = columns / Tiles::kColumns;
-  for (int64_t k = 0; k < depth; ++k, from += k_stride) {
-    const typename T::Stored *row = from, *ahead = from + kRowsAhead * k_stride;
-    float *at = to + k * Tiles::kColumns;
-    for (int64_t panel = 0; panel < whole; ++panel, row += Tiles::kColumns, at += depth * Tiles::kColumns) {
-      for (int v = 0; v < Tiles::kColumns; v += kWidth) {
-        prefetch(ahead + panel * Tiles::kColumns + v, 0);
-        store(at + v, T::load(row + v));
-      }
-    }
-    const int64_t rest = columns - whole * Tiles::kColumns;
-    if (rest) {
-      for (int v = 0; v < Tiles::kColumns; v += kWidth) store(at + v, T::load(row + v, most(rest - v, 0)));
-    }
-  }
-}
-
-// One element's address; NULL where there is no matrix.
-char *at(const Matrix &matrix, int64_t row, int64_t column) {
-  if (!matrix.data) return nullptr;
-  return matrix.data + (row * matrix.row_stride + column * matrix.col_stride) * size_of(matrix.type);
-}
-
-// tile = from, an fp32 matrix.
-void fetch(const Matrix &from, Tile tile) {
-  for (int64_t r = 0; r < from.rows; ++r) {
-    const float *row = (const float *)at(from, r, 0);
-    for (int64_t c = 0; c < from.cols; ++c) tile.p[r * tile.stride + c] = row[c * from.col_stride];
-  }
-}
-
-// tile += bias, a matrix of T.
-template <class T> __attribute__((noinline)) void add(const Matrix &bias, Tile tile) {
-  using Stored = typename T::Stored;
-  for (int64_t r = 0; r < bias.rows; ++r) {
-    const Stored *row = (const Stored *)at(bias, r, 0);
-    float *sum = tile.p + r * tile.stride;
-    for (int64_t c = 0; c < bias.cols; c += kWidth) {
-      int64_t count = least(bias.cols - c, kWidth);
-      float terms[kWidth];
-      Floats term;
-      if (bias.col_stride == 1) {
-        term = T::load(row + c, count);
-      } else {
-        for (int i = 0; i < kWidth; ++i) terms[i] = i < count ? T::get(row + (c + i) * bias.col_stride) : 0.0f;
-        term = load(terms);
-      }
-      Number<Type::f32>::store(sum + c, load(sum + c, count) + term, count);
-    }
-  }
-}
-
-// to = round(tile), a matrix of T.
-template <class T> __attribute__((noinline)) void round(Tile tile, const Matrix &to) {
-  using Stored = typename T::Stored;
-  for (int64_t r = 0; r < to.rows; ++r) {
-    Stored *row = (Stored *)at(to, r, 0), rounded[kWidth];
-    const float *sum = tile.p + r * tile.stride;
-    for (int64_t c = 0; c < to.cols; c += kWidth) {
-      int64_t count = least(to.cols - c, kWidth);
-      if (to.col_stride == 1) {
-        T::store(row + c, load(sum + c, count), count);
-      } else {
-        T::store(rounded, load(sum + c, count));
-        for (int i = 0; i < count; ++i) row[(c + i) * to.col_stride] = rounded[i];
-      }
-    }
-  }
-}
-
-Matrix part(const Matrix &matrix, int64_t row, int64_t rows, int64_t column, int64_t columns) {
-  return {at(matrix, row, column), matrix.type, rows, columns, matrix.row_stride, matrix.col_stride};
-}
 
 // Where the unfinished chains of a tile wait: its total, and its open chunk if it has one.
 struct Sums {
@@ -208,57 +72,12 @@ void advance(Chain chain, Steps steps, int64_t a_step, int64_t b_step, const Gem
   } while (begin < end);
 }
 
-// The lines of a matrix that will be packed next, which are asked for while the chains before are computed: walked down
-// the rows that lie apart, a few a call.
-class Ahead {
- public:
-  void add(const Matrix &matrix) {
-    if (!matrix.rows || !matrix.cols) return;
-    const bool by_rows = matrix.col_stride == 1;
-    const int64_t size = size_of(matrix.type), run = (by_rows ? matrix.cols : matrix.rows) * size;
-    const uintptr_t begin = uintptr_t(matrix.data) & ~uintptr_t(63);
-    Lines &lines = lines_[count_++];
-    lines.first = (const char *)begin;
-    lines.rows = by_rows ? matrix.rows : matrix.cols;
-    lines.step = (by_rows ? matrix.row_stride : matrix.col_stride) * size;
-    lines.across = int64_t(uintptr_t(matrix.data) + uintptr_t(run) + 63 - begin) / 64;
-  }
-  // Calls of `depth` steps that it takes to ask for all.
-  int64_t calls(int64_t depth) const {
-    int64_t sum = 0;
-    for (int i = 0; i < count_; ++i) sum += lines_[i].across * divide_up(lines_[i].rows, depth);
-    return sum;
-  }
-  void ask(Steps &steps, int64_t depth) {
-    if (at_ == count_) return;
-    const Lines &lines = lines_[at_];
-    const int64_t rows = least(depth, lines.rows - row_);
-    steps.ask = lines.first + line_ * 64 + row_ * lines.step;
-    steps.ask_step = lines.step;
-    steps.ask_end = steps.ask + (rows - 1) * lines.step;
-    row_ += rows;
-    if (row_ == lines.rows) {
-      row_ = 0;
-      if (++line_ == lines.across) line_ = 0, ++at_;
-    }
-  }
-
- private:
-  struct Lines {
-    const char *first;
-    int64_t rows, step, across;
-  };
-  Lines lines_[2];
-  int count_ = 0, at_ = 0;
-  int64_t line_ = 0, row_ = 0;
-};
-
-// One panel's columns.
+// One panel of a block.
 struct Panel {
   int64_t columns, padded;
   Matrix out;
-  bool in_place, unpacked;
-  Tile total, open_chunk;
+  bool in_place, unpacked;  // as of the plan
+  Tile total, open_chunk;   // its sums: see Sums
 };
 
 // out = round(a b + bias) for one task; a, b, bias and out are its own rows and columns.
@@ -378,53 +197,6 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
     }
     k_slab += slab;
   } while (k_slab < k);
-}
-
-// ---- Small products ----------------------------------------------------------------------------------------------
-
-// Whether a and b are multiplied where they lie, since packing them would take as long: all is in the L2 and out is
-// narrow in one direction; or b is small and a's rows are read once, along k.
-bool is_small(const Gemm &gemm) {
-  const bool plain = gemm.a.type == Type::f32 && gemm.b.type == Type::f32 && gemm.out.type == Type::f32 &&
-                     gemm.b.col_stride == 1 && gemm.out.col_stride == 1 && gemm.batch.count == 1 && gemm.k_chunk == 0;
-  constexpr int64_t kFloats = 400 * 1000;  // these numbers are by trial
-  const bool all = gemm.k * (gemm.m + gemm.n) <= kFloats;
-  const bool streams = gemm.a.col_stride == 1 && gemm.a.row_stride % 256 != 0 && gemm.k * gemm.n <= kFloats / 2;
-  return plain && ((all && (gemm.n <= 200 || gemm.m <= 64)) || (streams && gemm.n <= 128));
-}
-
-// out, or a part of it with its rows of a and columns of b.
-__attribute__((noinline)) void multiply_in_place(const Gemm &gemm, const Matrix &a, const Matrix &b, const Matrix &bias,
-                                                 const Matrix &out) {
-  for (int64_t row = 0; row < out.rows; row += Tiles::kRows) {
-    const int64_t rows = least(Tiles::kRows, out.rows - row), tile_columns = in_place_vectors(rows) * kWidth;
-    for (int64_t column = 0; column < out.cols; column += tile_columns) {
-      InPlace steps;
-      steps.depth = gemm.k, steps.columns = least(tile_columns, out.cols - column);
-      steps.a = (const float *)at(a, row, 0), steps.b = (const float *)at(b, 0, column);
-      steps.a_row = a.row_stride, steps.a_step = a.col_stride, steps.b_step = b.row_stride;
-      steps.out = {(float *)at(out, row, column), out.row_stride};
-      steps.accumulate = gemm.accumulate;
-      in_place_chain<Tiles::kRows>(rows, divide_up(steps.columns, kWidth))(steps);
-    }
-  }
-  if (bias.data) {
-    dispatch(bias.type, [&](auto number) { add<decltype(number)>(bias, {(float *)out.data, out.row_stride}); });
-  }
-}
-
-void compute_in_place(const Gemm &gemm, int64_t threads, Scratch &scratch) {
-  const int64_t wanted = threads == 1 ? 1 : 4 * threads;  // tasks
-  const int64_t rows = divide_up(divide_up(gemm.m, wanted), Tiles::kRows) * Tiles::kRows;
-  const int64_t row_tasks = divide_up(gemm.m, rows), wanted_across = divide_up(wanted, row_tasks);
-  const int64_t columns = divide_up(divide_up(gemm.n, wanted_across), Tiles::kColumns) * Tiles::kColumns;
-  parallel(row_tasks * divide_up(gemm.n, columns), threads, scratch, [&](int64_t task, Scratch &) {
-    const int64_t row = task % row_tasks * rows, column = task / row_tasks * columns;
-    const int64_t own_rows = least(rows, gemm.m - row), own_columns = least(columns, gemm.n - column);
-    multiply_in_place(gemm, part(gemm.a, row, own_rows, 0, gemm.k), part(gemm.b, 0, gemm.k, column, own_columns),
-                      part(gemm.bias, row, own_rows, column, own_columns),
-                      part(gemm.out, row, own_rows, column, own_columns));
-  });
 }
 
 // ---- The whole of out --------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ template <int kRows, int kVectors> void chain_tile(const Steps &steps) {
   };
   int64_t left = steps.depth;
   for (; left > kRows; --left) step();
-  // Each of the last steps asks for a row of the tile that comes next, which this one's stores would make wait.
+  // Each of the last steps asks for a row of the tile that comes next.
   const Tile &next = steps.next.p ? steps.next : steps.to;
   for (const float *row = next.p; left > 0; --left, row += next.stride) {
     for (int v = 0; v <= kVectors; ++v) prefetch(row + v * kWidth - (v == kVectors), 0);
@@ -176,56 +176,6 @@ template <class T, int kRows> void chain_transposed(const Steps &steps) {
   }
 }
 
-// A tile whose operands lie where they are, in the caches: a_row and a_step floats from row to row and from k to k.
-struct InPlace {
-  int64_t depth, columns;
-  const float *a, *b;
-  int64_t a_row, a_step, b_step;
-  Tile out;
-  bool accumulate;
-};
-
-template <int kRows, int kVectors> void chain_in_place(const InPlace &steps) {
-  constexpr int kLast = kVectors - 1;
-  const int64_t rest = steps.columns - kLast * kWidth;  // columns of the last vector
-  constexpr int kPointers = (kRows + 2) / 3;            // one for three rows: more would not stay in registers
-  const float *pointer[kPointers];
-  const int64_t a_row = steps.a_row;
-#pragma GCC unroll 16
-  for (int i = 0; i < kPointers; ++i) pointer[i] = steps.a + 3 * i * a_row;
-  Floats s[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      const float *from = steps.out.p + r * steps.out.stride + v * kWidth;
-      s[r][v] = !steps.accumulate ? zero() : v < kLast ? load(from) : load(from, rest);
-    }
-  }
-  const float *b = steps.b;
-  for (int64_t k = 0; k < steps.depth; ++k, b += steps.b_step) {
-    Floats b_k[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) b_k[v] = v < kLast ? load(b + v * kWidth) : load(b + v * kWidth, rest);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      Floats a_k = broadcast(pointer[r / 3][r % 3 * a_row]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) s[r][v] = fma(a_k, b_k[v], s[r][v]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kPointers; ++i) pointer[i] += steps.a_step;
-  }
-  float *to = steps.out.p;
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r, to += steps.out.stride) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kLast; ++v) store(to + v * kWidth, canonical(s[r][v]));
-    if (rest == kWidth) store(to + kLast * kWidth, canonical(s[r][kLast]));
-    else store(to + kLast * kWidth, canonical(s[r][kLast]), rest);
-  }
-}
-
 // How a tile is walked, its strip's height, its panel's width, and the code for each number of rows up to that height.
 enum class Way { tiles, across, transposed };
 
@@ -245,21 +195,6 @@ template <Way way, int rows, int vectors> struct Shape {
 using Tiles = Shape<Way::tiles, kWidth == 16 ? 14 : kWidth == 8 ? 6 : 4, kWidth == 1 ? 4 : 2>;
 using Across = Shape<Way::across, 8, 2048 / kWidth>;
 using Transposed = Shape<Way::transposed, kWidth == 16 ? 8 : 4, 16>;
-
-// Vectors of a tile in place: few rows take more, so that enough chains run side by side.
-constexpr int in_place_vectors(int64_t rows) { return rows == 1 ? 8 : rows == 2 ? 4 : Tiles::kColumns / kWidth; }
-
-using InPlaceChain = void (*)(const InPlace &);
-template <int kRows, int kVectors = in_place_vectors(kRows)> InPlaceChain in_place_chain(int64_t rows,
-                                                                                         int64_t vectors) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return in_place_chain<kRows - 1>(rows, vectors);
-  }
-  if constexpr (kVectors > 1) {
-    if (vectors < kVectors) return in_place_chain<kRows, kVectors - 1>(rows, vectors);
-  }
-  return chain_in_place<kRows, kVectors>;
-}
 
 }  // namespace
 }  // namespace pydet
