@@ -294,6 +294,7 @@ QUOTES = {
         "| **1 row, the same** (the worst) | {cpu 1 rows, 1} | {cpu 1 rows, 2} |",
         "| RMSNorm backward, 4096x4096, fp32 and bf16, beside PyTorch | {cpu norms, 1} | {cpu norms, 2} |",
         "| fp32 GEMM, 1024^3, 700x3000x1500, beside NumPy on a Zen 4; on a Xeon with AMX | {cpu zen4}; {cpu xeon} | |",
+        "| 1 row by 4096x4096, w [N, K] and b [K, N], beside NumPy on that Zen 4 | {cpu zen4 row} | |",
         "| bf16 GEMM, 1024^3, beside PyTorch's AMX on that Xeon; 1 row by 4096x4096 | {cpu amx} | |",
         "| the model of Hopper's tensor cores, bf16 | {cpu model} GMAC/s (AVX2: {cpu model, AVX2}) | |",
         "| the same in fp8, by groups and blocks (one core) | {cpu fp8 model} GMAC/s (AVX2: {cpu fp8 model, AVX2}) | |",
