@@ -649,6 +649,7 @@ BLOCKS = [  # M, N, K around what a CPU kernel packs, reads where it is and give
         (33, 201, 700),
         (200, 200, 999),
     ),
+    *((8, 100, 300), (9, 100, 300), (20, 300, 155), (20, 300, 156)),
 ]
 
 

@@ -292,7 +292,7 @@ template <> pydet_status gemm_ieee<Isa>(const Gemm &problem) {
   const int64_t threads = threads_for(work, kWorthAThread);
   const bool row_major_b = gemm.b.col_stride == 1;
   with_scratch([&](Scratch &scratch) __attribute__((noinline)) {
-    if (is_small(gemm)) {
+    if (is_small(gemm) && (row_major_b || scratch.large())) {
       compute_in_place(gemm, threads, scratch);
     } else if (!scratch.large()) {
       compute<Tiles>(gemm, cut_small(gemm), threads, scratch);

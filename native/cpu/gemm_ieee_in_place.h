@@ -72,11 +72,15 @@ template <int kRows, int kVectors = in_place_vectors(kRows)> InPlaceChain in_pla
   return chain_in_place<kRows, kVectors>;
 }
 
+constexpr int64_t kTurnedFloats = 48 * 1024;  // of a b that is not row-major, which is turned into scratch memory first
+
 // Whether a and b are multiplied where they lie, since packing them would take as long: all is in the L2 and out is
 // narrow in one direction; or b is small and a's rows are read once, along k.
 bool is_small(const Gemm &gemm) {
+  if (gemm.b.col_stride != 1 && (gemm.m <= Transposed::kRows || gemm.k * (gemm.n + kWidth) > kTurnedFloats))
+    return false;
   const bool plain = gemm.a.type == Type::f32 && gemm.b.type == Type::f32 && gemm.out.type == Type::f32 &&
-                     gemm.b.col_stride == 1 && gemm.out.col_stride == 1 && gemm.batch.count == 1 && gemm.k_chunk == 0;
+                     gemm.out.col_stride == 1 && gemm.batch.count == 1 && gemm.k_chunk == 0;
   constexpr int64_t kFloats = 400 * 1000;  // these numbers are by trial
   const bool all = gemm.k * (gemm.m + gemm.n) <= kFloats;
   const bool streams = gemm.a.col_stride == 1 && gemm.a.row_stride % 256 != 0 && gemm.k * gemm.n <= kFloats / 2;
@@ -103,15 +107,24 @@ __attribute__((noinline)) void multiply_in_place(const Gemm &gemm, const Matrix 
   }
 }
 
+static_assert(kTurnedFloats + kTurnFloats <= Scratch::kLarge / 4, "both fit");
+
 void compute_in_place(const Gemm &gemm, int64_t threads, Scratch &scratch) {
   const int64_t wanted = threads == 1 ? 1 : 4 * threads;  // tasks
   const int64_t rows = divide_up(divide_up(gemm.m, wanted), Tiles::kRows) * Tiles::kRows;
   const int64_t row_tasks = divide_up(gemm.m, rows), wanted_across = divide_up(wanted, row_tasks);
   const int64_t columns = divide_up(divide_up(gemm.n, wanted_across), Tiles::kColumns) * Tiles::kColumns;
-  parallel(row_tasks * divide_up(gemm.n, columns), threads, scratch, [&](int64_t task, Scratch &) {
+  parallel(row_tasks * divide_up(gemm.n, columns), threads, scratch, [&](int64_t task, Scratch &own) {
     const int64_t row = task % row_tasks * rows, column = task / row_tasks * columns;
     const int64_t own_rows = least(rows, gemm.m - row), own_columns = least(columns, gemm.n - column);
-    multiply_in_place(gemm, part(gemm.a, row, own_rows, 0, gemm.k), part(gemm.b, 0, gemm.k, column, own_columns),
+    Matrix b = part(gemm.b, 0, gemm.k, column, own_columns);
+    if (b.col_stride != 1) {
+      float *turned = (float *)own.data, *turn = turned + kTurnedFloats;
+      const int64_t ld = divide_up(own_columns, kWidth) * kWidth;
+      pack<Number<Type::f32>>((const float *)b.data, b.col_stride, b.row_stride, own_columns, gemm.k, turned, ld, turn);
+      b = {(char *)turned, Type::f32, gemm.k, own_columns, ld, 1};
+    }
+    multiply_in_place(gemm, part(gemm.a, row, own_rows, 0, gemm.k), b,
                       part(gemm.bias, row, own_rows, column, own_columns),
                       part(gemm.out, row, own_rows, column, own_columns));
   });
