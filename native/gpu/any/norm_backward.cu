@@ -23,17 +23,6 @@ template <int V> constexpr int kBlocks = V > 0 ? 0 : 2;
 
 // ---- dx ------------------------------------------------------------------------------------------------------------
 
-// xhat and g of the elements of x and dy, in their place.
-template <class P>
-__device__ __forceinline__ void to_xhat_and_g(float mean, float rstd, const float (&scale)[W], float (&x)[W],
-                                              float (&dy)[W]) {
-#pragma unroll
-  for (int e = 0; e < W; ++e) {
-    x[e] = (kCentred<P> ? x[e] - mean : x[e]) * rstd;
-    dy[e] *= scale[e];
-  }
-}
-
 template <Type type, int T, int V>
 __global__ void __launch_bounds__(kBlock<T>) layernorm_dx_kernel(const __grid_constant__ LayerNormBackward p) {
   using P = LayerNormBackward;

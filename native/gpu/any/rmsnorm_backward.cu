@@ -19,6 +19,33 @@ namespace {
 
 // ---- Rows that a team holds --------------------------------------------------------------------------------------
 
+// Walks rows one by one from `first` on, without a division for each.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
+      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
+
+  // Advances the places of the current row in any number of tensors to the next row.
+  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
+    (..., (place.at += place.rows.inner_stride * place.element_bytes));
+    if (--left_ == 0) {
+      left_ = inner_;
+      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
+    }
+  }
+
+ private:
+  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
+  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
+  int inner_, left_;
+};
+
+struct RowPlace {
+  char *&at;
+  const Rows &rows;
+  int element_bytes;
+};
+
 // A team's shared memory: a ring of stages of R rows each of x, dy and, where it fits, dresidual.
 template <class P, Type type, int T, int W, int V, int R, bool residual> struct Stages {
   using Vector = Packed<type, W>;

@@ -163,33 +163,6 @@ template <class P> __device__ __host__ __forceinline__ int64_t heads_of(const P 
   else return p.heads;
 }
 
-// Walks rows one by one from `first` on, without a division for each.
-class RowWalk {
- public:
-  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
-      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
-
-  // Advances the places of the current row in any number of tensors to the next row.
-  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
-    (..., (place.at += place.rows.inner_stride * place.element_bytes));
-    if (--left_ == 0) {
-      left_ = inner_;
-      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
-    }
-  }
-
- private:
-  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
-  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
-  int inner_, left_;
-};
-
-struct RowPlace {
-  char *&at;
-  const Rows &rows;
-  int element_bytes;
-};
-
 // ---- What a row has one of: mean, rstd ---------------------------------------------------------------------------
 
 __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
@@ -205,6 +178,17 @@ template <class P> __device__ __forceinline__ float mean_of(const P &p, int64_t 
 }
 // Of a gradient over rows: dweight, dbias; along a row: c, a.
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;
+
+// xhat and g of the elements of x and dy, in their place.
+template <class P, int W>
+__device__ __forceinline__ void to_xhat_and_g(float mean, float rstd, const float (&scale)[W], float (&x)[W],
+                                              float (&dy)[W]) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    x[e] = (kCentred<P> ? x[e] - mean : x[e]) * rstd;
+    dy[e] *= scale[e];
+  }
+}
 
 // dx of an element, from the sums along its row (norm_backward.cu).
 template <class P>

@@ -182,11 +182,7 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     load_scale_of(v, j, scale);
     unpack(of_x, xhat);
     unpack(of_dy, g);
-#pragma unroll
-    for (int e = 0; e < W; ++e) {
-      xhat[e] = (kCentred<P> ? xhat[e] - mean : xhat[e]) * rstd;
-      g[e] *= scale[e];
-    }
+    to_xhat_and_g<P>(mean, rstd, scale, xhat, g);
   };
   Lanes<T, W, V> lanes[kSums<P>];
   float of_row_sums[kSums<P>];
