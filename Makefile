@@ -8,6 +8,7 @@
 # make gpu-check  on a machine with an NVIDIA GPU: build, test against the CPU, sanitize, bench; installs nothing.
 #                 PYTHON has torch, pytest, cffi; PARTS is any of: build tests sanitizer bench; CUDA_ARCHS;
 #                 GPU_WORKERS: in how many processes the tests run (one, without pytest-xdist), on all GPUs
+#                 build/failures gets each failure as it comes
 # make stress     on a machine with a GPU, after make cuda: mixed calls of all kernels for SECONDS (60), none may differ
 # make numbers    Hopper's exponential of all 2^32 numbers against its recorded hash; make test takes every 251st
 # make install    headers, the libraries that are built, pkg-config and CMake packages under PREFIX (/usr/local), its
@@ -517,7 +518,9 @@ GPU_TESTS := $(filter-out %_failures.py %_emulated.py,$(wildcard tests/test_cuda
 # In one process, or by pytest-xdist in GPU_WORKERS, which share out the machine's GPUs and cores; the tests that
 # want two GPUs follow.
 GPU_WORKERS ?=
+gpu-tests: export PYDET_FAILURES := $(abspath $(BUILD))/failures
 gpu-tests: $(filter gpu-build,$(PARTS:%=gpu-%))
+	@mkdir -p $(BUILD) && rm -f $(PYDET_FAILURES)
 	$(if $(GPU_WORKERS),GPU_WORKERS=$(GPU_WORKERS) XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  PYDET_NUM_THREADS=$$(($$(nproc) / $(GPU_WORKERS) + 1)) )$(PYTHON) -m pytest -q \
 	  $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal )$(GPU_TESTS)
