@@ -226,8 +226,8 @@ MMA_TYPES := 0 1
 SM90_ATTENTION := $(foreach kernel,forward backward_fused backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
 SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) $(MMA_TYPES:%=attention_mma.%) attention_backward_keys_mma attention_backward_queries_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
   any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/norm_backward_apart any/norm any/softmax nvidia/norm_elements any/norm_backward \
-  nvidia/norm_backward_elements any/norm_quantize $(addprefix nvidia/,norm_backward_rows \
-    gemm_ieee_fp32 softmax_staged softmax_strided softmax_adjacent softmax_spread softmax_head) \
+  nvidia/norm_backward_elements $(addprefix nvidia/,norm_backward_rows \
+    gemm_ieee_fp32 softmax_staged softmax_strided softmax_spread softmax_head) \
   $(SM90_GROUPS:%=nvidia/sm90/gemm.%) nvidia/sm90/clusters
 kernels = $(patsubst native/gpu/%.cu,%,$(wildcard $(1:%=native/gpu/%/*.cu)))
 CUDA_KERNELS := $(SLOW_KERNELS) $(filter-out $(SLOW_KERNELS) nvidia/gemm_mma nvidia/attention_mma,$(call kernels,nvidia any))
