@@ -22,10 +22,17 @@ constexpr int kStage = 128, kSteps = kStage / M::kStep;  // k of a stage, and it
 // Of a row in shared memory: 16 rows are one place of two banks apart, so that 16 lanes read from all.
 constexpr int kPitch = kStage / kUnit + 1;
 
+// Stages on the way. A die of an MI250X has fewer compute units, so more blocks on each: four, with which three blocks of
+// four waves have registers there, are more bytes.
+#if defined(__gfx90a__)
+constexpr int kAhead = 4;
+#else
+constexpr int kAhead = 6;
+#endif
+
 // How a block brings a stage, for so many tiles of x.
 template <int tiles> struct Shape {
   static constexpr int kWaves = tiles == 1 ? 2 : tiles;       // a tile each; of one tile both make it
-  static constexpr int kAhead = 6;                            // stages on the way
   static constexpr bool kStagedX = tiles == 1;                // x goes through shared memory too
   static constexpr int kUnits = tiles == kMostTiles ? 1 : 2;  // of four k, in a piece: what a lane loads
   static constexpr int kLanes = kStage / (kUnits * kUnit);    // for a row
@@ -67,7 +74,7 @@ __device__ __forceinline__ void run(M::Accumulators &chain, Sources<tiles> from,
                                     typename Shape<tiles>::Shared &shared, int piece_row, int piece_k, int row,
                                     int lane_k) {
   using S = Shape<tiles>;
-  constexpr int kAhead = S::kAhead, kRound = kAhead * kStage;
+  constexpr int kRound = kAhead * kStage;
   typename S::Piece pieces[kAhead][S::kPieces];
   uint2 x_ahead[S::kStagedX ? 1 : kAhead][kSteps];
   if (k_end <= 0) return;
