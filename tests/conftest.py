@@ -57,6 +57,15 @@ def pytest_runtest_protocol(item, nextitem):
         account(processor_seconds() - before, item.nodeid)
 
 
+FAILURES = os.environ.get("PYDET_FAILURES")  # a file that gets each failure as it comes, for runs that are cut short
+
+
+def pytest_runtest_logreport(report):
+    if FAILURES and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:  # its main process hears of all
+        with open(FAILURES, "a") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+
+
 class ForcedKernel:
     """One kernel at one element type. Its operations take NumPy arrays and have pydet's signatures."""
 

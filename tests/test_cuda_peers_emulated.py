@@ -325,36 +325,78 @@ def test_a_rank_that_does_not_come(count=3):
     right(ranks, random((count, 3000)))
 
 
-# ---- Two launches at a time ----------------------------------------------------------------------------------------
+# ---- Several launches at a time --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_two_launches_at_a_time_are_ordered_or_refused(seed, count=2):
-    """As of a graph's replay beside another stream: each result is right, or NaN and there is a reason."""
-    ranks, rng, wrong, done = Ranks(count, count), np.random.default_rng(seed), [], [0, 0]
-    sizes = [[int(n) for n in rng.integers(1, 9000, 25)] for _ in range(2)]
-    pauses = rng.random((count, 2, 25)) * 0.01
+def run_streams(ranks, rng, *, streams, calls, own=1, most=9000, pause=0.01, left_out=0.0, **how):
+    """Calls on each rank in streams that do not wait for each other, some left out; how many were whole, by rank.
 
-    def stream(rank, which):
-        for i, n in enumerate(sizes[which]):
-            time.sleep(pauses[rank, which, i])
-            parts, out = random((count, n), seed=1000 * which + i), np.zeros(n, np.float32)
-            ranks.fold(rank, [parts[rank]], out, 1000 * which + i + 1)
-            if np.isnan(out).all():
-                if not ranks.kinds()[rank]:
-                    wrong.append((rank, which, i, "NaN without a reason"))
-                return
-            done[rank] += 1
-            if out.tobytes() != pydet.fold(parts).tobytes():
-                wrong.append((rank, which, i, "other bits"))
+    What is not NaN must be right, and where there is NaN there must be a reason. Blocks meet alone, so of a launch that
+    finds the ranks apart some may have ended well before.
+    """
+    sizes = rng.integers(1, most, (streams, calls)).tolist()
+    pauses, gone = (rng.random((ranks.count, streams, calls)) for _ in range(2))
+    wrong, whole = [], []
 
-    threads = [threading.Thread(target=stream, args=where) for where in itertools.product(range(count), range(2))]
+    def run(rank, stream):
+        for i, n in enumerate(sizes[stream]):
+            time.sleep(pauses[rank, stream, i] * pause)
+            if gone[rank, stream, i] < left_out:
+                continue
+            word = 1000 * stream + i + 1
+            parts, out = random((ranks.count * own, n), seed=word), np.zeros(n, np.float32)
+            ranks.fold(rank, list(parts[rank * own :][:own]), out, word, **how)
+            there = ~np.isnan(out)
+            if out[there].tobytes() != pydet.fold(parts)[there].tobytes():
+                wrong.append((rank, stream, i, "other bits"))
+            if not there.all() and not ranks.kinds()[rank]:
+                wrong.append((rank, stream, i, "NaN without a reason"))
+            if there.all():
+                whole.append(rank)
+
+    where = itertools.product(range(ranks.count), range(streams))
+    threads = [threading.Thread(target=run, args=each) for each in where]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong, wrong
-    assert ranks.kinds() in ([0, 0], [DISAGREES] * 2) and (done == [50, 50] or all(ranks.kinds()))
+    return [whole.count(rank) for rank in range(ranks.count)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kernel", [*KERNELS, STREAM])
+def test_two_launches_at_a_time_are_ordered_or_refused(kernel, seed):
+    """As of a graph's replay beside another stream."""
+    ranks = Ranks(2, 2)
+    whole = run_streams(ranks, np.random.default_rng(seed), streams=2, calls=25, kernel=kernel)
+    assert ranks.kinds() in ([0, 0], [DISAGREES] * 2) and (whole == [50, 50] or all(ranks.kinds()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kernel", [*KERNELS, STREAM])
+def test_ranks_that_are_late_or_leave_a_call_out(kernel, seed):
+    rng = np.random.default_rng(seed)
+    ranks = Ranks(count := int(rng.integers(2, 5)), 2 * count)
+    how = {"own": int(rng.integers(1, 3)), "wait_ms": int(rng.integers(20, 300)), "kernel": kernel}
+    run_streams(ranks, rng, streams=1 + seed % 2, calls=10, most=14000, pause=0.02, left_out=0.01, **how)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, STREAM])
+def test_a_launch_that_waited_does_not_hide_why_the_one_ahead_stopped(kernel):
+    """The other rank may not have looked yet: after a later meeting's signal it would take its own for met."""
+    ranks, parts = Ranks(2, 2), random((2, 700), seed=1)
+    outs = [np.zeros(700, np.float32) for _ in range(3)]
+    call = lambda rank, word, out: ranks.fold(rank, [parts[rank]], out, word, kernel=kernel)
+    ahead, behind = (threading.Thread(target=call, args=(0, 1 + i, outs[i])) for i in range(2))
+    for thread in ahead, behind:
+        thread.start()
+        time.sleep(0.3)
+    call(1, 2, outs[2])
+    ahead.join()
+    behind.join()
+    assert ranks.kinds() == [DISAGREES] * 2 and np.isnan(outs).all()
+    assert int(ranks.signals[1][0]) >> 32 == 1, "rank 0 came to a second meeting"
 
 
 def test_a_launch_waits_for_the_one_ahead():

@@ -13,7 +13,7 @@ def test_every_softmax_kernel_is_listed():
     names = [kernel.name for operation in ("softmax", "softmax_backward") for kernel in cuda_kernels(operation)]
     if not names:
         pytest.skip("libpydet_cuda.so is not built (make cuda)")
-    assert len(names) == len(set(names)) == 14
+    assert len(names) == len(set(names)) == 13
 
 
 @each("softmax")
@@ -107,45 +107,6 @@ def test_rows_that_begin_anywhere(torch, dtype, way):
         out = pydet.log_prob_backward(gradient.cuda(), rows(0, x)[0], index.cuda(), kernel=forward)
         expected = pydet.log_prob_backward(gradient, x, index)
         assert out.cpu().view(torch.uint8).equal(expected.view(torch.uint8)), f"log_prob_backward {m}x{n}"
-
-
-# Around what the teams of `softmax_adjacent` hold.
-ENDS = [48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288]
-ADJACENT = [33, 35, *(end + more for end in ENDS for more in (-1, 0, 1)), 309, 319, 320]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_behind_each_other(torch, dtype):
-    dtype = getattr(torch, dtype)
-    for i, n in enumerate(ADJACENT * 2):
-        m, start = (1, 7, 8, 9, 33, 65, 130, 80003)[i % 8 if n > 256 else i % 7], (0, 1, 5, 8, 7)[i % 5]
-        x, dy = torch.randn(m, n).mul(3).to(dtype), torch.randn(m, n).to(dtype)
-        x[0, n // 2 :] -= 80  # far below the maximum
-        if m > 2:
-            x[1, n - 1], x[2, 3] = float("nan"), -float("inf")
-        index, gradient = torch.from_numpy(test_softmax.indices(m, n, n)), torch.randn(m)
-
-        def place(values, m=m, n=n, start=start):
-            memory = torch.full((start + m * n + 8,), 7.0, dtype=values.dtype, device="cuda")
-            rows = memory[start:][: m * n].view(m, n)
-            rows.copy_(values)
-            return rows, memory
-
-        def check(operation, result, *operands, place=place, m=m, n=n):
-            out, around = place(torch.zeros_like(result))
-            forced = {} if operation.endswith("softmax_backward") else {"kernel": "cuda_softmax_adjacent"}
-            getattr(pydet, operation)(*operands, out=out, **forced)
-            assert around.view(torch.uint8).equal(place(result)[1].view(torch.uint8)), f"{operation} {m}x{n}"
-
-        for log in ("", "log_"):
-            y = getattr(pydet, f"{log}softmax")(x)
-            check(f"{log}softmax", y, place(x)[0])
-            dx = getattr(pydet, f"{log}softmax_backward")(dy, y)
-            check(f"{log}softmax_backward", dx, place(dy)[0], place(y)[0])
-        columns = pydet.log_prob(place(x)[0], index.cuda(), kernel="cuda_softmax_adjacent")
-        assert columns.cpu().view(torch.int32).equal(pydet.log_prob(x, index).view(torch.int32)), f"log_prob {m}x{n}"
-        dx = pydet.log_prob_backward(gradient, x, index)
-        check("log_prob_backward", dx, gradient.cuda(), place(x)[0], index.cuda())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -23,7 +23,6 @@ RARE = {
     "cuda_rmsnorm_backward_heads": "weights of heads",
     "cuda_rmsnorm_backward_general": "weights of heads, biases, rows that no other takes",
     "cuda_layernorm_backward_general": "rows that no other takes",
-    "cuda_softmax_adjacent": "155039x147 of log_prob in 34 us, by the next one in 76 (H200; in the mean 1.35 times)",
     "cuda_softmax_long": "rows that no other takes",
     "cuda_softmax_backward_long": "rows that no other takes",
 }

@@ -150,20 +150,28 @@ pydet_status gemm_ieee_128x256(const Gemm &);
 bool rmsnorm_held_takes(const RmsNorm &);
 pydet_status rmsnorm_held(const RmsNorm &);
 pydet_status rmsnorm_general(const RmsNorm &);
+bool rmsnorm_quantize_held_takes(const RmsNormQuantize &);
+pydet_status rmsnorm_quantize_held(const RmsNormQuantize &);
+pydet_status rmsnorm_quantize_general(const RmsNormQuantize &);
 bool layernorm_held_takes(const LayerNorm &);
 pydet_status layernorm_held(const LayerNorm &);
 pydet_status layernorm_general(const LayerNorm &);
 
-// any/norm_quantize.cu
-bool rmsnorm_quantize_held_takes(const RmsNormQuantize &);
-pydet_status rmsnorm_quantize_held(const RmsNormQuantize &);
-pydet_status rmsnorm_quantize_general(const RmsNormQuantize &);
-
 // any/norm_backward.cu
 pydet_status rmsnorm_backward_general(const RmsNormBackward &);
+pydet_status layernorm_backward_general(const LayerNormBackward &);
 bool layernorm_backward_held_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_held(const LayerNormBackward &);
-pydet_status layernorm_backward_general(const LayerNormBackward &);
+
+// any/rmsnorm_backward.cu
+bool rmsnorm_backward_held_takes(const RmsNormBackward &);
+bool rmsnorm_backward_chain_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_chain(const RmsNormBackward &);
+pydet_status rmsnorm_backward_group(const RmsNormBackward &);
+bool layernorm_backward_ring_takes(const LayerNormBackward &);
+bool layernorm_backward_chain_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_chain(const LayerNormBackward &);
+pydet_status layernorm_backward_group(const LayerNormBackward &);
 
 // nvidia/norm_backward_apart.cu
 bool rmsnorm_backward_apart_takes(const RmsNormBackward &);
@@ -174,52 +182,53 @@ bool layernorm_backward_apart_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_apart(const LayerNormBackward &);
 
 // nvidia/norm_backward_rows.cu
+bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
+pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
 bool rmsnorm_backward_narrow_takes(const RmsNormBackward &);
 bool rmsnorm_backward_narrow_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_narrow(const RmsNormBackward &);
-bool rmsnorm_backward_heads_takes(const RmsNormBackward &);
-pydet_status rmsnorm_backward_heads(const RmsNormBackward &);
-bool layernorm_backward_ring_takes(const LayerNormBackward &);
-bool layernorm_backward_chain_prefers(const LayerNormBackward &);
-pydet_status layernorm_backward_chain(const LayerNormBackward &);
-pydet_status layernorm_backward_group(const LayerNormBackward &);
 bool layernorm_backward_rows_takes(const LayerNormBackward &);
 pydet_status layernorm_backward_rows(const LayerNormBackward &);
-
-// any/rmsnorm_backward.cu
-bool rmsnorm_backward_held_takes(const RmsNormBackward &);
-bool rmsnorm_backward_chain_prefers(const RmsNormBackward &);
-pydet_status rmsnorm_backward_chain(const RmsNormBackward &);
-pydet_status rmsnorm_backward_group(const RmsNormBackward &);
-
-// nvidia/rmsnorm_backward_short.cu
 bool rmsnorm_backward_short_takes(const RmsNormBackward &);
 bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &);
 
-// nvidia/norm_elements.cu, nvidia/norm_backward_elements.cu
+// nvidia/norm_elements.cu
 bool rmsnorm_unaligned_takes(const RmsNorm &);
 pydet_status rmsnorm_unaligned(const RmsNorm &);
 bool layernorm_unaligned_takes(const LayerNorm &);
 pydet_status layernorm_unaligned(const LayerNorm &);
-bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
-pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
-bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
-bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
-pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
+bool rmsnorm_adjacent_takes(const RmsNorm &);
+bool rmsnorm_adjacent_prefers(const RmsNorm &);
+pydet_status rmsnorm_adjacent(const RmsNorm &);
+bool layernorm_adjacent_takes(const LayerNorm &);
+bool layernorm_adjacent_prefers(const LayerNorm &);
+pydet_status layernorm_adjacent(const LayerNorm &);
+bool rmsnorm_staged_takes(const RmsNorm &);
+bool rmsnorm_staged_prefers(const RmsNorm &);
+pydet_status rmsnorm_staged(const RmsNorm &);
+bool layernorm_staged_takes(const LayerNorm &);
+bool layernorm_staged_prefers(const LayerNorm &);
+pydet_status layernorm_staged(const LayerNorm &);
 
-bool rmsnorm_backward_staged_takes(const RmsNormBackward &);
-bool rmsnorm_backward_staged_prefers(const RmsNormBackward &);
-pydet_status rmsnorm_backward_staged(const RmsNormBackward &);
-bool layernorm_backward_staged_takes(const LayerNormBackward &);
-bool layernorm_backward_staged_prefers(const LayerNormBackward &);
-pydet_status layernorm_backward_staged(const LayerNormBackward &);
+// nvidia/norm_backward_elements.cu
 bool rmsnorm_backward_strided_takes(const RmsNormBackward &);
 bool rmsnorm_backward_strided_prefers(const RmsNormBackward &);
 pydet_status rmsnorm_backward_strided(const RmsNormBackward &);
 bool layernorm_backward_strided_takes(const LayerNormBackward &);
 bool layernorm_backward_strided_prefers(const LayerNormBackward &);
 pydet_status layernorm_backward_strided(const LayerNormBackward &);
+bool rmsnorm_backward_staged_takes(const RmsNormBackward &);
+bool rmsnorm_backward_staged_prefers(const RmsNormBackward &);
+pydet_status rmsnorm_backward_staged(const RmsNormBackward &);
+bool layernorm_backward_staged_takes(const LayerNormBackward &);
+bool layernorm_backward_staged_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_staged(const LayerNormBackward &);
+bool rmsnorm_backward_unaligned_takes(const RmsNormBackward &);
+pydet_status rmsnorm_backward_unaligned(const RmsNormBackward &);
+bool layernorm_backward_unaligned_takes(const LayerNormBackward &);
+bool layernorm_backward_unaligned_prefers(const LayerNormBackward &);
+pydet_status layernorm_backward_unaligned(const LayerNormBackward &);
 
 // any/softmax.cu
 bool softmax_held_takes(const Softmax &);
@@ -236,34 +245,11 @@ pydet_status softmax_staged(const Softmax &);
 bool softmax_cluster_takes(const Softmax &);
 bool softmax_cluster_prefers(const Softmax &);
 pydet_status softmax_cluster(const Softmax &);
-
-// nvidia/norm_elements.cu
-bool rmsnorm_adjacent_takes(const RmsNorm &);
-bool rmsnorm_adjacent_prefers(const RmsNorm &);
-pydet_status rmsnorm_adjacent(const RmsNorm &);
-bool layernorm_adjacent_takes(const LayerNorm &);
-bool layernorm_adjacent_prefers(const LayerNorm &);
-pydet_status layernorm_adjacent(const LayerNorm &);
-
-// nvidia/softmax_adjacent.cu
-bool softmax_adjacent_takes(const Softmax &);
-bool softmax_adjacent_prefers(const Softmax &);
-pydet_status softmax_adjacent(const Softmax &);
-
-// nvidia/softmax_staged.cu
 bool softmax_backward_staged_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_staged(const SoftmaxBackward &);
 bool softmax_backward_cluster_takes(const SoftmaxBackward &);
 bool softmax_backward_cluster_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_cluster(const SoftmaxBackward &);
-
-// nvidia/norm_elements.cu
-bool rmsnorm_staged_takes(const RmsNorm &);
-bool rmsnorm_staged_prefers(const RmsNorm &);
-pydet_status rmsnorm_staged(const RmsNorm &);
-bool layernorm_staged_takes(const LayerNorm &);
-bool layernorm_staged_prefers(const LayerNorm &);
-pydet_status layernorm_staged(const LayerNorm &);
 
 // nvidia/softmax_spread.cu
 bool softmax_spread_takes(const Softmax &);

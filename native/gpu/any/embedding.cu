@@ -201,7 +201,7 @@ template <Type type, bool aligned> struct Loaded {
 template <Type type> struct Loaded<type, false> {
   float elements[kVector];
   __device__ __forceinline__ void load(const char *row, int64_t column, int64_t n) {
-    load_elements<type>(row, column, n, elements);
+    load_eight(row, type, column, n, false, elements);
   }
   __device__ __forceinline__ void add_to(float (&sum)[kVector]) const {
 #pragma unroll
@@ -416,7 +416,7 @@ __global__ void __launch_bounds__(kSumThreads, 5)
       const float zeros[kVector] = {};
       for (int64_t v = unit * kClearedRows; v < p.dw.rows && v < (unit + 1) * kClearedRows; ++v)
         if (!(p.has_tokens()[v / kTableWord] >> v % kTableWord & 1))
-          store_vector<to, aligned>(p.dw.data + v * p.dw.row_stride * size_of(to), column, p.n, zeros);
+          store_eight(p.dw.data + v * p.dw.row_stride * size_of(to), to, column, p.n, aligned, zeros);
       continue;
     }
     if (unit >= total) continue;
@@ -426,12 +426,12 @@ __global__ void __launch_bounds__(kSumThreads, 5)
     if (plan.spread > 0 && many_tokens(unit, end)) continue;
     char *const row = p.dw.data + int64_t(id) * p.dw.row_stride * size_of(to);
     float sum[kVector] = {};
-    if (p.accumulate) load_vector<to, aligned>(row, column, p.n, sum);
+    if (p.accumulate) load_eight(row, to, column, p.n, aligned, sum);
     bool added = false;
     if constexpr (rings)
       if (end - unit >= Ring<type>::kWorth) add_long_run<type>(p, unit, end, column, ring, sum), added = true;
     if (!added) add_run<type, aligned>(p, unit, end, column, sum);
-    store_vector<to, aligned>(row, column, p.n, sum);
+    store_eight(row, to, column, p.n, aligned, sum);
   }
 }
 

@@ -12,36 +12,16 @@
 
 #include "gpu/kernels.h"
 #include "gpu/any/column_sums.h"
-#include "gpu/any/eights.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {
 
-template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 constexpr int W = kVector;
 // Blocks a multiprocessor is to hold, 0: as the compiler likes, which for rows that are read again spills registers.
 template <int V> constexpr int kBlocks = V > 0 ? 0 : 2;
 
 // ---- dx ------------------------------------------------------------------------------------------------------------
-
-template <class P>
-__device__ __forceinline__ float dx_of(float xhat, float g, float rstd, const float (&sums)[kSums<P>], bool added,
-                                       float dresidual) {
-  float t = fmaf(-xhat, sums[0], g);
-  if constexpr (kCentred<P>) t -= sums[1];
-  return added ? fmaf(rstd, t, dresidual) : rstd * t;
-}
-
-// xhat and g of the elements of x and dy, in their place.
-template <class P>
-__device__ __forceinline__ void to_xhat_and_g(float mean, float rstd, const float (&scale)[W], float (&x)[W],
-                                              float (&dy)[W]) {
-#pragma unroll
-  for (int e = 0; e < W; ++e) {
-    x[e] = (kCentred<P> ? x[e] - mean : x[e]) * rstd;
-    dy[e] *= scale[e];
-  }
-}
 
 template <Type type, int T, int V>
 __global__ void __launch_bounds__(kBlock<T>) layernorm_dx_kernel(const __grid_constant__ LayerNormBackward p) {
@@ -74,15 +54,13 @@ __global__ void __launch_bounds__(kBlock<T>) layernorm_dx_kernel(const __grid_co
     to_xhat_and_g<P>(mean, rstd, scale, xhat, g);
   };
   Lanes<T, W, V> lanes[2];
-  float ones[W], sums[2];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  float sums[2];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     float xhat[W], g[W];
     load_xhat_and_g(v, xhat, g);
     lanes[0].add(v, W * (t + T * v) < n, g, xhat);
-    lanes[1].add(v, W * (t + T * v) < n, g, ones);
+    lanes[1].add(v, W * (t + T * v) < n, g, Ones());
   }
   join(lanes, exchange + team * kExchange<T, 2>, [&](float sum) { return sum / float(p.n); }, sums);
   if (r > last) return;
@@ -123,16 +101,14 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<V>)
     to_xhat_and_g<P>(mean, rstd, scale, xhat, g);
   };
   Lanes<T, W, kVectors> lanes[kSums<P>];
-  float xhat[kVectors][W] = {}, g[kVectors][W] = {}, ones[W], sums[kSums<P>];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  float xhat[kVectors][W] = {}, g[kVectors][W] = {}, sums[kSums<P>];
 #pragma unroll kVectors
   for (int v = 0; held ? v < V : W * (t + int64_t(T) * v) < n; ++v) {
     const int64_t j = W * (t + int64_t(T) * v);
     if (j >= n) continue;
     load_xhat_and_g(j, xhat[held ? v : 0], g[held ? v : 0]);
     lanes[0].add_left(v, n - j, g[held ? v : 0], xhat[held ? v : 0]);
-    if constexpr (kCentred<P>) lanes[1].add_left(v, n - j, g[held ? v : 0], ones);
+    if constexpr (kCentred<P>) lanes[1].add_left(v, n - j, g[held ? v : 0], Ones());
   }
   join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(n); }, sums);
   if (mine > last) return;
@@ -287,26 +263,20 @@ template <class P, class F> pydet_status backward(const char *name, const P &p, 
   return launched == PYDET_OK ? join_partials(joined, 1) : launched;
 }
 
-// A kernel of teams of T threads, a row each.
-template <int T, class P, class... More>
-pydet_status launch_rows(const char *name, const P &p, void (*kernel)(P, More...), More... more) {
-  constexpr int kTeams = kBlock<T> / T;
-  return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kTeams), kBlock<T>), kBlock<T>), kernel, p, more...);
-}
-
 template <class P> pydet_status backward_general(const char *name, const P &p) {
   return backward(name, p, [&] {
     return with_general_team(p.n, [&](auto team) {
-      const bool whole = rows_whole(p) && vector_aligned(p.weight);
-      return launch_rows<team.T>("norm_dx_general", p, norm_dx_general_kernel<P, team.T, team.V>, whole);
+      constexpr int T = team.T;
+      return launch_rows("norm_dx_general", p, kBlock<T> / T, kBlock<T>, norm_dx_general_kernel<P, T, team.V>,
+                         rows_whole(p) && vector_aligned(p.weight));
     });
   });
 }
 
-// Calls f with a team that holds a row of n.
+// Calls f with a team that holds a row of n. CUDA has other kernels for all but the longest.
 template <class F> pydet_status with_shape(int64_t n, const F &f) {
-  using Longest = RowShape<256, 8, kLongestHeldLayer / (256 * 8), 1>;
-  return with_first<RowShape<32, 8, 1, 1>, RowShape<128, 8, 2, 1>, RowShape<256, 8, 4, 1>, Longest>(n, f);
+  if constexpr (kGpuDeviceType == PYDET_CUDA) return f(RowShape<256, 8, 8, 1>{});
+  else return with_first<RowShape<32, 8, 1, 1>, RowShape<128, 8, 2, 1>, RowShape<256, 8, 4, 1>>(n, f);
 }
 
 }  // namespace
@@ -325,7 +295,8 @@ pydet_status layernorm_backward_held(const LayerNormBackward &p) {
   return backward("layernorm_backward_held", p, [&] {
     return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
       return with_shape(p.n, [&](auto shape) {
-        return launch_rows<shape.T>("layernorm_dx", p, layernorm_dx_kernel<type, shape.T, shape.V>);
+        constexpr int T = shape.T;
+        return launch_rows("layernorm_dx", p, kBlock<T> / T, kBlock<T>, layernorm_dx_kernel<type, T, shape.V>);
       });
     });
   });

@@ -2,8 +2,8 @@
 // the y that was rounded to x's type. Part of norm.h's kernels, which hold the row, or make its y again.
 #pragma once
 
-#include "gpu/any/eights.h"
 #include "gpu/any/quantize.h"
+#include "gpu/any/rows.h"
 
 namespace pydet {
 namespace {

@@ -19,6 +19,33 @@ namespace {
 
 // ---- Rows that a team holds --------------------------------------------------------------------------------------
 
+// Walks rows one by one from `first` on, without a division for each.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
+      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
+
+  // Advances the places of the current row in any number of tensors to the next row.
+  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
+    (..., (place.at += place.rows.inner_stride * place.element_bytes));
+    if (--left_ == 0) {
+      left_ = inner_;
+      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
+    }
+  }
+
+ private:
+  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
+  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
+  int inner_, left_;
+};
+
+struct RowPlace {
+  char *&at;
+  const Rows &rows;
+  int element_bytes;
+};
+
 // A team's shared memory: a ring of stages of R rows each of x, dy and, where it fits, dresidual.
 template <class P, Type type, int T, int W, int V, int R, bool residual> struct Stages {
   using Vector = Packed<type, W>;
@@ -160,17 +187,16 @@ __global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
     for (int k = 0; k < R; ++k)
 #pragma unroll
       for (int v = 0; v < V; ++v) {
-        float xhat[W], dy[W], g[W], ones[W];
+        float xhat[W], dy[W], g[W];
         read(slot, k, v, xhat, dy, g);
         const bool there = s * R + k < count;
 #pragma unroll
         for (int e = 0; e < W; ++e) {
-          ones[e] = 1.0f;
           chain[0][v][e] = fmaf(dy[e], xhat[e], chain[0][v][e]);
           if constexpr (centred) chain[1][v][e] = there ? dy[e] + chain[1][v][e] : chain[1][v][e];
         }
         lanes[k * N].add(v, inside[v], g, xhat);
-        if constexpr (centred) lanes[k * N + 1].add(v, inside[v], g, ones);
+        if constexpr (centred) lanes[k * N + 1].add(v, inside[v], g, Ones());
       }
     if (p.dx.data) {
       char *dx_rows[R], *dresidual_rows[R];
@@ -279,22 +305,19 @@ __global__ void __launch_bounds__(kMostThreads<T>, T == 256 ? 2 : 1)
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
-// Calls f with a team that holds a row of n: which is fastest for chains and for groups was measured on an H100.
-// LayerNorm's have 513 to 8192 columns: of longer rows there are no registers for two sums down them.
+// Calls f with a team that holds a row of n: which is fastest for chains, and for groups where they are preferred, was
+// measured on an H100. LayerNorm's have 513 to 8192 columns: of longer rows there are no registers for two sums down them.
 constexpr int64_t kShortestLayer = 513, kLongestLayer = 512 * 16;
 template <class P, class F> auto with_shape(const P &p, int chains, const F &f) {
   const int64_t n = p.n;
   if constexpr (!kCentred<P>) {
     if (n <= 32 * 8) return f(RowShape<32, 8, 1, 4>{});
     if (n <= 64 * 8) return chains == 1 ? f(RowShape<64, 8, 1, 4>{}) : f(RowShape<32, 8, 2, 2>{});
-  }
-  if (n <= 128 * 8 && chains == 1) return f(RowShape<128, 8, 1, 4>{});
-  if (n <= 256 * 4) return f(RowShape<256, 4, 1, 4>{});
-  if (n <= 256 * 8) return chains == 1 ? f(RowShape<256, 8, 1, 4>{}) : f(RowShape<512, 4, 1, 4>{});
-  if (n <= 256 * 16) return chains == 1 ? f(RowShape<256, 8, 2, 2>{}) : f(RowShape<512, 4, 2, 2>{});
-  if constexpr (!kCentred<P>)
+    if (n <= 256 * 4 && chains > 1) return f(RowShape<256, 4, 1, 4>{});
     if (n > 512 * 16) return f(RowShape<512, 4, 8, 1>{});
-  return f(RowShape<512, 4, 4, 1>{});
+  }
+  return with_first<RowShape<128, 8, 1, 4>, RowShape<256, 8, 1, 4>, RowShape<256, 8, 2, 2>, RowShape<512, 4, 4, 1>>(n,
+                                                                                                                    f);
 }
 
 // The kernel that holds rows of p.n, and how it is launched.

@@ -19,6 +19,8 @@ namespace {
 
 constexpr int kLogicalWarp = 32;  // also on a wave of 64
 constexpr int kMaxTeam = kRowLaneGroups;
+// Threads of a block: several small teams share one.
+template <int T, int fewest = 128> constexpr int kBlock = T < fewest ? fewest : T;
 
 // Whether a norm takes its rows' means from them, as LayerNorm does.
 template <class P> constexpr bool kCentred = std::is_same_v<P, LayerNorm> || std::is_same_v<P, LayerNormBackward>;
@@ -29,8 +31,8 @@ __device__ __forceinline__ uint32_t from_lane(uint32_t value, int lane) {
 
 // ---- A vector of elements ----------------------------------------------------------------------------------------
 
-template <Type type, int W> struct alignas(W *size_of(type) < 16 ? 8 : 16) Packed {
-  static constexpr int kBytes = W * size_of(type), kPieceBytes = kBytes < 16 ? 8 : 16;
+template <Type type, int W> struct alignas(W *size_of(type) < 16 ? W * size_of(type) : 16) Packed {
+  static constexpr int kBytes = W * size_of(type), kPieceBytes = kBytes < 16 ? kBytes : 16;
   uint32_t word[kBytes / 4];
 };
 
@@ -46,13 +48,28 @@ template <Type type, int W> __device__ __forceinline__ void unpack(const Packed<
   }
 }
 
-template <Type type, int W> __device__ __forceinline__ Packed<type, W> pack(const float (&x)[W]) {
-  Packed<type, W> packed;
+// Of a type that is known at run time.
+template <int W>
+__device__ __forceinline__ void unpack_halves(const Packed<Type::f16, W> &packed, Type type, float (&x)[W]) {
+  if (type == Type::f16) {
+    unpack(packed, x);
+  } else {
+#pragma unroll
+    for (int e = 0; e < W; ++e) x[e] = f32_from_bf16(uint16_t(packed.word[e / 2] >> e % 2 * 16));
+  }
+}
+
+template <Type type, int W>
+__device__ __forceinline__ void round_words(const float (&x)[W], uint32_t (&word)[W * size_of(type) / 4]) {
 #pragma unroll
   for (int i = 0; i < W * size_of(type) / 4; ++i) {
-    if constexpr (type == Type::f32) packed.word[i] = bits_of(canonical(x[i]));
-    else packed.word[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
+    if constexpr (type == Type::f32) word[i] = bits_of(canonical(x[i]));
+    else word[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
   }
+}
+template <Type type, int W> __device__ __forceinline__ Packed<type, W> pack(const float (&x)[W]) {
+  Packed<type, W> packed;
+  round_words<type>(x, packed.word);
   return packed;
 }
 
@@ -146,33 +163,6 @@ template <class P> __device__ __host__ __forceinline__ int64_t heads_of(const P 
   else return p.heads;
 }
 
-// Walks rows one by one from `first` on, without a division for each.
-class RowWalk {
- public:
-  __device__ __forceinline__ RowWalk(int64_t inner, int64_t rows, int64_t first)
-      : inner_(clamp(inner)), left_(rows <= inner ? kNever : clamp(inner - first % inner)) {}
-
-  // Advances the places of the current row in any number of tensors to the next row.
-  template <class... Place> __device__ __forceinline__ void next(const Place &...place) {
-    (..., (place.at += place.rows.inner_stride * place.element_bytes));
-    if (--left_ == 0) {
-      left_ = inner_;
-      (..., (place.at += (place.rows.outer_stride - inner_ * place.rows.inner_stride) * place.element_bytes));
-    }
-  }
-
- private:
-  static constexpr int kNever = 0x7FFFFFFF;  // more rows than anyone walks
-  __device__ __forceinline__ static int clamp(int64_t rows) { return rows < kNever ? int(rows) : kNever; }
-  int inner_, left_;
-};
-
-struct RowPlace {
-  char *&at;
-  const Rows &rows;
-  int element_bytes;
-};
-
 // ---- What a row has one of: mean, rstd ---------------------------------------------------------------------------
 
 __device__ __forceinline__ float rstd_of(float sum, int64_t n, float eps) { return 1.0f / sqrtf(sum / float(n) + eps); }
@@ -189,11 +179,65 @@ template <class P> __device__ __forceinline__ float mean_of(const P &p, int64_t 
 // Of a gradient over rows: dweight, dbias; along a row: c, a.
 template <class P> constexpr int kSums = kCentred<P> ? 2 : 1;
 
+// xhat and g of the elements of x and dy, in their place.
+template <class P, int W>
+__device__ __forceinline__ void to_xhat_and_g(float mean, float rstd, const float (&scale)[W], float (&x)[W],
+                                              float (&dy)[W]) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    x[e] = (kCentred<P> ? x[e] - mean : x[e]) * rstd;
+    dy[e] *= scale[e];
+  }
+}
+
+// dx of an element, from the sums along its row (norm_backward.cu).
+template <class P>
+__device__ __forceinline__ float dx_of(float xhat, float g, float rstd, const float *sums, bool added,
+                                       float dresidual) {
+  float t = fmaf(-xhat, sums[0], g);
+  if constexpr (kCentred<P>) t -= sums[1];
+  return added ? fmaf(rstd, t, dresidual) : rstd * t;
+}
+
 __device__ __forceinline__ void store_of_row(const Vector &values, int64_t r, float value) {
   if (values.data) reinterpret_cast<float *>(values.data)[r] = canonical(value);
 }
 
 // ---- The sum along a row -----------------------------------------------------------------------------------------
+
+// The sum of a group's eight lanes, of which a thread has W, by partners 4, 2 and 1 apart. Each of the 8 / W threads gets
+// it.
+template <int W> __device__ __forceinline__ float of_group(float (&s)[W]) {
+  auto from = [](float x, int apart) { return gpu_shfl_xor(x, apart, kLogicalWarp); };
+  if constexpr (W == 1) {
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2) s[0] += from(s[0], apart);
+    return s[0];
+  } else if constexpr (W == 8) {
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2)
+#pragma unroll
+      for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
+    return s[0];
+  } else if constexpr (W == 4) {  // the first of two threads goes on with lanes 0 and 2, the second with 1 and 3
+    const bool second = threadIdx.x % 2;
+    const float low = (second ? s[1] : s[0]) + from(second ? s[0] : s[1], 1);
+    const float high = (second ? s[3] : s[2]) + from(second ? s[2] : s[3], 1);
+    const float sum = low + high;
+    return sum + from(sum, 1);
+  } else {
+    static_assert(W == 2);
+    const bool upper = threadIdx.x & 2;
+    float sum = (upper ? s[1] : s[0]) + from(upper ? s[0] : s[1], 2);
+    sum += from(sum, 1);
+    return sum + from(sum, 2);
+  }
+}
+
+// In place of y, where x alone is added.
+struct Ones {
+  __device__ __forceinline__ float operator[](int) const { return 1.0f; }
+};
 
 // The lanes of one thread: of `kSlots` of its groups, the rest of them empty.
 template <int T, int W, int V> struct Lanes {
@@ -203,15 +247,15 @@ template <int T, int W, int V> struct Lanes {
   float lane[kSlots][W] = {};
 
   // Adds x y, vector v of the thread. A vector past the row's end must not reach its lanes: fmaf(+0, +0, -0) is +0.
-  __device__ __forceinline__ void add(int v, bool inside, const float (&x)[W], const float (&y)[W]) {
+  template <class Y> __device__ __forceinline__ void add(int v, bool inside, const float (&x)[W], const Y &y) {
     float(&s)[W] = lane[v % kSlots];
 #pragma unroll
     for (int e = 0; e < W; ++e) s[e] = inside ? fmaf(x[e], y[e], s[e]) : s[e];
   }
 
   // The same of a row that ends anywhere: `left` elements of the vector are the row's.
-  template <class Left>
-  __device__ __forceinline__ void add_left(int v, Left left, const float (&x)[W], const float (&y)[W]) {
+  template <class Left, class Y>
+  __device__ __forceinline__ void add_left(int v, Left left, const float (&x)[W], const Y &y) {
     float(&s)[W] = lane[v % kSlots];
 #pragma unroll
     for (int e = 0; e < W; ++e) s[e] = e < left ? fmaf(x[e], y[e], s[e]) : s[e];
@@ -221,23 +265,7 @@ template <int T, int W, int V> struct Lanes {
   __device__ __forceinline__ float own_sum() {
     float group[kSlots];
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      float(&s)[W] = lane[i];
-      if constexpr (W == kRowLaneElements) {
-#pragma unroll
-        for (int apart = W / 2; apart > 0; apart /= 2)
-#pragma unroll
-          for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
-        group[i] = s[0];
-      } else {  // the even thread has elements 0 .. 3, and takes sums 0 and 2 of the step 4 apart; the odd one 1 and 3
-        static_assert(W == kRowLaneElements / 2);
-        bool odd = threadIdx.x % 2;
-        float first = (odd ? s[1] : s[0]) + gpu_shfl_xor(odd ? s[0] : s[1], 1, kLogicalWarp);
-        float second = (odd ? s[3] : s[2]) + gpu_shfl_xor(odd ? s[2] : s[3], 1, kLogicalWarp);
-        first += second;
-        group[i] = first + gpu_shfl_xor(first, 1, kLogicalWarp);
-      }
-    }
+    for (int i = 0; i < kSlots; ++i) group[i] = of_group(lane[i]);
     if constexpr (kSlots < kGroups)  // the groups that are empty, +0: they change -0 alone, and once
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) group[i] += 0.0f;
@@ -327,12 +355,23 @@ template <class P, class F> pydet_status on_device(const char *name, const P &p,
   DeviceGuard guard(p.device.id);
   return guard.error() == kGpuSuccess ? f() : device_error(name, guard.error());
 }
+// The same, with the type of the elements as a constant: f(type).
+template <class P, class F> pydet_status by_type(const char *name, const P &p, Type type, const F &f) {
+  return on_device(name, p, [&] { return with_type<kUnscaledTypes>(type, f); });
+}
 
 // Blocks on the problem's stream, of a kernel that itself waits for the one ahead.
 template <class P>
 Launch blocks_of(const char *name, const P &p, dim3 blocks, int threads, int shared_bytes = 0, int cluster = 1) {
   return {name,    static_cast<gpu_stream>(p.stream),      blocks, dim3(unsigned(threads)), shared_bytes,
           cluster, bool(gpu_overlaps_kernels(p.device.id))};
+}
+
+// A kernel whose blocks of `threads` take so many rows each.
+template <class P, class... More>
+pydet_status launch_rows(const char *name, const P &p, int64_t rows_of_block, int threads, void (*kernel)(P, More...),
+                         More... more) {
+  return launch(blocks_of(name, p, grid_of(divide_up(p.rows, rows_of_block), threads), threads), kernel, p, more...);
 }
 
 // Rows up to this are held whole by their team; longer ones are passed over again.
@@ -353,22 +392,69 @@ template <class P> bool rows_whole(const P &p) {
 }
 inline bool vector_aligned(const Vector &vector) { return reinterpret_cast<uintptr_t>(vector.data) % 16 == 0; }
 
-// ---- Rows by eights ----------------------------------------------------------------------------------------------
+// ---- Rows by eights: of any type and place -----------------------------------------------------------------------
 
 constexpr int kVector = kRowLaneElements;
 
-// Elements j .. j + 7 of a row of n, one by one; those past n read as +0 and are not written.
-template <Type type>
-__device__ __forceinline__ void load_elements(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
+__device__ __forceinline__ float rounded_as(Type type, float x) {
+  if (type == Type::f32) return x;
+  return type == Type::bf16 ? f32_from_bf16(bf16_from_f32(x)) : f32_from_f16(f16_from_f32(x));
 }
 
-template <Type type>
-__device__ __forceinline__ void store_elements(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
+// Elements j .. j + 7 of a row of n, j < n; those past n read as +0. `whole`: as vectors, of which none passes n.
+__device__ __forceinline__ void load_eight(const char *row, Type type, int64_t j, int64_t n, bool whole,
+                                           float (&x)[kVector]) {
+  if (!whole) {
 #pragma unroll
-  for (int e = 0; e < kVector; ++e)
-    if (j + e < n) store_rounded(row, type, j + e, x[e]);
+    for (int e = 0; e < kVector; ++e) x[e] = j + e < n ? load_f32(row, type, j + e) : 0.0f;
+  } else if (type == Type::f32) {
+    unpack(load_packed<Type::f32, kVector>(row + j * 4), x);
+  } else {
+    unpack_halves(load_packed<Type::f16, kVector>(row + j * 2), type, x);
+  }
+}
+
+__device__ __forceinline__ void store_eight(char *row, Type type, int64_t j, int64_t n, bool whole,
+                                            const float (&x)[kVector]) {
+  if (!whole) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e)
+      if (j + e < n) store_rounded(row, type, j + e, x[e]);
+  } else if (type == Type::f32) {
+    store_packed<Type::f32>(row + j * 4, x);
+  } else if (type == Type::bf16) {
+    store_packed<Type::bf16>(row + j * 2, x);
+  } else {
+    store_packed<Type::f16>(row + j * 2, x);
+  }
+}
+
+__device__ __forceinline__ char *row_at(const Rows &rows, const Place &at) {
+  return row_at(rows, size_of(rows.type), at);
+}
+
+// Where the weights of row r begin: those of its head.
+template <class P> __device__ __forceinline__ int64_t first_weight(const P &p, int64_t r) {
+  if constexpr (kCentred<P>) return 0;
+  else return (r - quotient(r, p.heads) * p.heads) * p.n;
+}
+
+// w + weight_offset, of the weights that begin at element `first`.
+__device__ __forceinline__ void load_scales(const Vector &weight, float offset, int64_t first, int64_t j, int64_t n,
+                                            bool whole, float (&scale)[kVector]) {
+  if (weight.data) load_eight(weight.data + first * size_of(weight.type), weight.type, j, n, whole, scale);
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) scale[e] = (weight.data ? scale[e] : 1.0f) + offset;
+}
+
+// A team of T threads with V vectors each; 0: for rows of any length.
+template <int team, int vectors> struct GeneralTeam {
+  static constexpr int T = team, V = vectors;
+  static constexpr int holds() { return T * V * kVector; }
+};
+template <class F> pydet_status with_general_team(int64_t n, const F &f) {
+  return with_first<GeneralTeam<8, 1>, GeneralTeam<16, 1>, GeneralTeam<32, 1>, GeneralTeam<128, 2>, GeneralTeam<256, 4>,
+                    GeneralTeam<256, 0>>(n, f);
 }
 
 }  // namespace

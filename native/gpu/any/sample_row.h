@@ -517,7 +517,7 @@ __device__ __forceinline__ void sample_row(const Sample &p, int64_t r, const Tea
     float x[kVector] = {};
     const auto load = [&](int64_t place) {
       const int64_t j = team.column(place);
-      if (place < places && j < p.n) load_vector<type, aligned>(row, j, p.n, x);
+      if (place < places && j < p.n) load_eight(row, type, j, p.n, aligned, x);
     };
     load(mine);
     int turn = 0;

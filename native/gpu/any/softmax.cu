@@ -18,7 +18,6 @@
 namespace pydet {
 namespace {
 
-template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 // Blocks a multiprocessor is to hold of those that pass over long rows: with four, Blackwell's code spills.
 #if defined(__CUDA_ARCH__)
 constexpr int kLongBlocks = __CUDA_ARCH__ >= 1000 ? 2 : 4;
@@ -85,17 +84,15 @@ __global__ void __launch_bounds__(kBlock<T>, kHeldBlocks<V>) softmax_kernel(cons
   }
   const float max = team_max<T>(most, largest);
   Lanes<T, W, V> lanes[1];
-  float ones[W], exps[V][W], sum[1];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  float exps[V][W], sum[1];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     if (v > 0 && W * T * v >= n) continue;
     float one[W];
     unpack(x[v], one);
     exps_of(one, max, exps[v]);
-    if constexpr (singly) lanes[0].add_left(0, n - W * t, exps[v], ones);
-    else lanes[0].add(v, W * (t + T * v) < n, exps[v], ones);
+    if constexpr (singly) lanes[0].add_left(0, n - W * t, exps[v], Ones());
+    else lanes[0].add(v, W * (t + T * v) < n, exps[v], Ones());
   }
   join(lanes, sums + team * kExchange<T, 1>, [](float s) { return s; }, sum);
   finish.known(max, sum[0]);
@@ -149,13 +146,11 @@ __global__ void __launch_bounds__(kMaxTeam, kLongBlocks) softmax_long_kernel(con
     });
     const float max = team_max<T>(most, largest + turn % 2 * (T / kLogicalWarp));
     Lanes<T, kVector, 1> lanes[1];
-    float ones[kVector], sum[1];
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) ones[e] = 1.0f;
+    float sum[1];
     pass_over<type, aligned>(x_row, p.n, [&](int64_t j, const float(&x)[kVector]) {
       float exps[kVector];
       exps_of(x, max, exps);
-      lanes[0].add_left(0, p.n - j, exps, ones);
+      lanes[0].add_left(0, p.n - j, exps, Ones());
     });
     join(lanes, sums + turn % 2 * T, [](float s) { return s; }, sum);
     finish.known(max, sum[0]);
@@ -168,7 +163,7 @@ __global__ void __launch_bounds__(kMaxTeam, kLongBlocks) softmax_long_kernel(con
       float exps[kVector];
       if (p.kind != SoftmaxKind::log_softmax) exps_of(x, max, exps);
       finish.elements<1>(j, exps, x);
-      store_vector<type, aligned>(y_row, j, p.n, x);
+      store_eight(y_row, type, j, p.n, aligned, x);
     });
   }
 }
@@ -235,8 +230,8 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
     float c[1];
     for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
       float dy[kVector], y[kVector];
-      load_vector<type, aligned>(dy_row, j, p.n, dy);
-      load_vector<type, aligned>(y_row, j, p.n, y);
+      load_eight(dy_row, type, j, p.n, aligned, dy);
+      load_eight(y_row, type, j, p.n, aligned, y);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) y[e] = second_of(p, y[e]);
       lanes[0].add_left(0, p.n - j, dy, y);
@@ -245,18 +240,19 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_backward_long_kernel(cons
     char *dx_row = row_at(p.dx, size_of(type), p.inner, r);
     for (int64_t j = kVector * threadIdx.x; j < p.n; j += kRowLanes) {
       float dy[kVector], y[kVector];
-      load_vector<type, aligned>(dy_row, j, p.n, dy);
-      load_vector<type, aligned>(y_row, j, p.n, y);
+      load_eight(dy_row, type, j, p.n, aligned, dy);
+      load_eight(y_row, type, j, p.n, aligned, y);
       gradients_of(p, c[0], dy, y);
-      store_vector<type, aligned>(dx_row, j, p.n, dy);
+      store_eight(dx_row, type, j, p.n, aligned, dy);
     }
   }
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-// Calls f with a team that holds a row of n, and whether it reads single elements.
-template <class F> pydet_status with_shape(int64_t n, bool aligned, const F &f) {
+// Calls f with a team that holds a row of n, and whether it reads single elements. Of V vectors a thread, where a row is of
+// 33 to 256.
+template <int V, class F> pydet_status with_shape(int64_t n, bool aligned, const F &f) {
   auto short_shape = [&](auto singly) {
     return with_first<RowShape<1, 8, 1, 1>, RowShape<2, 8, 1, 1>, RowShape<4, 8, 1, 1>>(
         n, [&](auto shape) { return f(shape, singly); });
@@ -264,9 +260,9 @@ template <class F> pydet_status with_shape(int64_t n, bool aligned, const F &f) 
   constexpr std::false_type whole{};
   if (!aligned) return short_shape(std::true_type{});
   if (n <= 4 * 8) return short_shape(whole);
-  return with_first<RowShape<8, 8, 1, 1>, RowShape<16, 8, 1, 1>, RowShape<32, 8, 1, 1>, RowShape<32, 8, 2, 1>,
-                    RowShape<64, 8, 2, 1>, RowShape<128, 8, 2, 1>, RowShape<128, 8, 4, 1>, RowShape<256, 8, 4, 1>,
-                    RowShape<256, 8, 8, 1>>(n, [&](auto shape) { return f(shape, whole); });
+  return with_first<RowShape<8 / V, 8, V, 1>, RowShape<16 / V, 8, V, 1>, RowShape<32 / V, 8, V, 1>,
+                    RowShape<32, 8, 2, 1>, RowShape<64, 8, 2, 1>, RowShape<128, 8, 2, 1>, RowShape<128, 8, 4, 1>,
+                    RowShape<256, 8, 4, 1>, RowShape<256, 8, 8, 1>>(n, [&](auto shape) { return f(shape, whole); });
 }
 
 // Threads of rows that fill an H100.
@@ -293,37 +289,31 @@ template <int T, class Problem> pydet_status launch_held(const char *name, const
 bool softmax_held_takes(const Softmax &p) { return holds(p.rows, p.n, rows_whole(p)); }
 
 pydet_status softmax_held(const Softmax &p) {
-  return on_device("softmax_held", p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      auto run = [&](auto shape, auto singly) {
-        return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V, singly>);
-      };
-      if constexpr (kGpuDeviceType == PYDET_CUDA) {
-        auto whole = [&](auto shape) { return run(shape, std::false_type{}); };
-        // Three vectors a thread, where two of twice as many threads would be empty by a quarter and more.
-        auto between = [&](int T) { return p.n > 2 * 8 * T && p.n <= 3 * 8 * T && p.rows * T >= kManyThreads; };
-        if (rows_whole(p)) {
-          if (between(4)) return whole(RowShape<4, 8, 3, 1>{});
-          if (between(8)) return whole(RowShape<8, 8, 3, 1>{});
-          if (between(16)) return whole(RowShape<16, 8, 3, 1>{});
-          if (between(32)) return whole(RowShape<32, 8, 3, 1>{});
-          if (between(64)) return whole(RowShape<64, 8, 3, 1>{});
-        }
-        // Teams of half as many threads have more to do behind each exchange: 65536x256 from 33 to 30 us.
-        if (rows_whole(p) && p.n > 4 * 8 && p.n <= 32 * 8)
-          return with_first<RowShape<4, 8, 2, 1>, RowShape<8, 8, 2, 1>, RowShape<16, 8, 2, 1>>(p.n, whole);
+  return by_type("softmax_held", p, p.x.type, [&](auto type) {
+    auto run = [&](auto shape, auto singly) {
+      return launch_held<shape.T>("softmax_held", p, softmax_kernel<type, shape.T, shape.V, singly>);
+    };
+    if constexpr (kGpuDeviceType == PYDET_CUDA) {
+      auto whole = [&](auto shape) { return run(shape, std::false_type{}); };
+      // Three vectors a thread, where two of twice as many threads would be empty by a quarter and more.
+      auto between = [&](int T) { return p.n > 2 * 8 * T && p.n <= 3 * 8 * T && p.rows * T >= kManyThreads; };
+      if (rows_whole(p)) {
+        if (between(4)) return whole(RowShape<4, 8, 3, 1>{});
+        if (between(8)) return whole(RowShape<8, 8, 3, 1>{});
+        if (between(16)) return whole(RowShape<16, 8, 3, 1>{});
+        if (between(32)) return whole(RowShape<32, 8, 3, 1>{});
+        if (between(64)) return whole(RowShape<64, 8, 3, 1>{});
       }
-      return with_shape(p.n, rows_whole(p), run);
-    });
+    }
+    // On CUDA, teams of half as many threads have more to do behind each exchange: 65536x256 from 33 to 30 us.
+    return with_shape < kGpuDeviceType == PYDET_CUDA ? 2 : 1 > (p.n, rows_whole(p), run);
   });
 }
 
 pydet_status softmax_long(const Softmax &p) {
-  return on_device("softmax_long", p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return launch_long("softmax_long", p,
-                         rows_whole(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
-    });
+  return by_type("softmax_long", p, p.x.type, [&](auto type) {
+    return launch_long("softmax_long", p,
+                       rows_whole(p) ? softmax_long_kernel<type, true> : softmax_long_kernel<type, false>);
   });
 }
 
@@ -331,23 +321,18 @@ bool softmax_backward_held_takes(const SoftmaxBackward &p) { return holds(p.rows
 
 pydet_status softmax_backward_held(const SoftmaxBackward &p) {
   const char *name = "softmax_backward_held";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-      return with_shape(p.n, rows_whole(p), [&](auto shape, auto singly) {
-        return launch_held<shape.T>(name, p, softmax_backward_kernel<type, shape.T, shape.V, singly>);
-      });
+  return by_type(name, p, p.dy.type, [&](auto type) {
+    return with_shape<1>(p.n, rows_whole(p), [&](auto shape, auto singly) {
+      return launch_held<shape.T>(name, p, softmax_backward_kernel<type, shape.T, shape.V, singly>);
     });
   });
 }
 
 pydet_status softmax_backward_long(const SoftmaxBackward &p) {
   const char *name = "softmax_backward_long";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-      return launch_long(
-          name, p,
-          rows_whole(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
-    });
+  return by_type(name, p, p.dy.type, [&](auto type) {
+    return launch_long(
+        name, p, rows_whole(p) ? softmax_backward_long_kernel<type, true> : softmax_backward_long_kernel<type, false>);
   });
 }
 

@@ -51,15 +51,6 @@ __device__ __forceinline__ bool exps_by_ways(const float (&x)[N], float max, flo
   return normal;
 }
 
-template <Type type, int N>
-__device__ __forceinline__ void round_words(const float (&x)[N], uint32_t (&y)[N * size_of(type) / 4]) {
-#pragma unroll
-  for (int i = 0; i < N * size_of(type) / 4; ++i) {
-    if constexpr (type == Type::f32) y[i] = bits_of(canonical(x[i]));
-    else y[i] = rounded_pair<type>(x[2 * i], x[2 * i + 1]);
-  }
-}
-
 // What is written of a row when its maximum and its sum are known.
 struct Finish {
   const Softmax &p;
@@ -193,18 +184,6 @@ template <int T> __device__ __forceinline__ float team_max(float largest, float 
   return largest + 0.0f;  // which zero is the largest would depend on the order
 }
 
-// A vector of a row that is not held: whole where rows are aligned, else element by element.
-template <Type type, bool aligned>
-__device__ __forceinline__ void load_vector(const char *row, int64_t j, int64_t n, float (&x)[kVector]) {
-  if constexpr (aligned) unpack(load_packed<type, kVector>(row + j * size_of(type)), x);
-  else load_elements<type>(row, j, n, x);
-}
-template <Type type, bool aligned>
-__device__ __forceinline__ void store_vector(char *row, int64_t j, int64_t n, const float (&x)[kVector]) {
-  if constexpr (aligned) store_packed<type>(row + j * size_of(type), x);
-  else store_elements<type>(row, j, n, x);
-}
-
 // Passes over those columns of a row that the block has, a vector of every thread at a time: f(j, x). Of its `places`, in
 // pieces of at least a vector, column(place) says where they are. Where rows are aligned, the loads of some set out
 // together.
@@ -217,7 +196,7 @@ __device__ __forceinline__ void pass_over(const char *row, int64_t n, int64_t pl
     if constexpr (kAtOnce == 1) {
       const int64_t j = column(first);
       if (j >= n) continue;
-      load_vector<type, aligned>(row, j, n, x);
+      load_eight(row, type, j, n, aligned, x);
       f(j, x);
     } else {
       Packed<type, kVector> packed[kAtOnce];

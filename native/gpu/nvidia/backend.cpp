@@ -258,10 +258,6 @@ constexpr Kernel<Softmax> kSoftmax[] = {
         .takes(softmax_spread_takes)
         .prefers(softmax_spread_prefers)
         .launches(softmax_spread),
-    Row("cuda_softmax_adjacent", kHalfTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
-        .takes(softmax_adjacent_takes)
-        .prefers(softmax_adjacent_prefers)
-        .launches(softmax_adjacent),
     Row("cuda_softmax_strided", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfSoftmax)
         .takes(softmax_strided_takes)
         .prefers(softmax_strided_prefers)

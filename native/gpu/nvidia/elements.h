@@ -267,23 +267,19 @@ template <int T, int V, int F> struct SharedRow {
   int t, n;
 
   __device__ __forceinline__ bool inside(int i) const { return i < V && (i < F || t + T * i < n); }
-  // Past the row's end there is `outside`: what lies there is another row's, or nothing.
-  __device__ __forceinline__ void load(const char *row, uint16_t outside, uint16_t (&bits)[V]) const {
+  // Past the row's end there is +0: what lies there is another row's, or nothing.
+  __device__ __forceinline__ void load(const char *row, uint16_t (&bits)[V]) const {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       bits[i] = reinterpret_cast<const uint16_t *>(row)[t + T * i];
-      if (!inside(i)) bits[i] = outside;
+      if (!inside(i)) bits[i] = 0;
     }
   }
-  // The same of N columns from the i-th on, with anything past the end.
-  template <int N> __device__ __forceinline__ void load_some(const char *row, int i, uint16_t (&bits)[N]) const {
+  // N columns from the i-th on.
+  template <int N> __device__ __forceinline__ void store_some(char *row, int i, const uint16_t (&bits)[N]) const {
 #pragma unroll
-    for (int k = 0; k < N; ++k) bits[k] = i + k < V ? reinterpret_cast<const uint16_t *>(row)[t + T * (i + k)] : 0;
-  }
-  template <int N> __device__ __forceinline__ void store_some(char *row, int i, const uint32_t (&pairs)[N]) const {
-#pragma unroll
-    for (int k = 0; k < 2 * N; ++k)
-      if (inside(i + k)) reinterpret_cast<uint16_t *>(row)[t + T * (i + k)] = uint16_t(pairs[k / 2] >> k % 2 * 16);
+    for (int k = 0; k < N; ++k)
+      if (inside(i + k)) reinterpret_cast<uint16_t *>(row)[t + T * (i + k)] = bits[k];
   }
 };
 
@@ -310,7 +306,7 @@ constexpr int kChunk = 8;
 template <int T, int V> struct SumOfLanes {
   static constexpr int kThreads = T < 8 ? T : 8, kSame = 8 / kThreads;  // of a group: threads, and elements of a thread
   static constexpr int kChunks = (V + kChunk - 1) / kChunk;
-  static_assert((T == 2 || T == 4 || T == 8 || T == 16 || T == 32) && V * T <= kRowLanes && kChunks <= 8);
+  static_assert((T == 4 || T == 8 || T == 16 || T == 32) && V * T <= kRowLanes && kChunks <= 8);
   float left[kChunks];
 
   // Elements from the i-th on; what is none of the row's is +0.
@@ -319,8 +315,7 @@ template <int T, int V> struct SumOfLanes {
 #pragma unroll
     for (int g = 0; g < kThreads; ++g) {
       if constexpr (kSame == 1) s[g] = x[g];
-      else if constexpr (kSame == 2) s[g] = x[2 * g] + x[2 * g + 1];
-      else s[g] = (x[4 * g] + x[4 * g + 2]) + (x[4 * g + 1] + x[4 * g + 3]);
+      else s[g] = x[2 * g] + x[2 * g + 1];
     }
     share_groups<kThreads / 2, kThreads>(s);
     left[i / kChunk] = s[0];
@@ -365,16 +360,6 @@ __device__ __forceinline__ void load_vector(const SharedRow<T, V, F> &columns, c
     for (int k = 0; k < N; ++k)
       if (columns.inside(i + k)) bits[k] = reinterpret_cast<const uint16_t *>(vector.data)[columns.t + T * (i + k)];
     floats_of<2>(vector.type, bits, x);
-  }
-}
-
-template <int N> __device__ __forceinline__ void pairs_of(Type type, const float (&x)[2 * N], uint32_t (&pairs)[N]) {
-  if (type == Type::bf16) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) pairs[i] = rounded_pair<Type::bf16>(x[2 * i], x[2 * i + 1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) pairs[i] = rounded_pair<Type::f16>(x[2 * i], x[2 * i + 1]);
   }
 }
 

@@ -25,9 +25,10 @@
 //
 // Ranks that disagree. Beside the number a signal has the fold's tag, a hash of all that decides who sends what where, and
 // of the caller's word. A rank that reads this meeting's number beside another tag does not go on; nor does the other, for
-// it reads this rank's. (One that is past this meeting has seen this rank's tag and found it right.) Blocks that one rank
-// alone has see that their own rank has failed. Nothing was written to out before the first meeting; NaN is written now,
-// peers.fault says why, and every fold on this memory gives NaN until the host, on all ranks, has zeroed its signals.
+// it reads this rank's. (One that is past this meeting has seen this rank's tag and found it right: so a block that did not
+// go on marks its number's word, and no launch that waited for it may go on and hide that tag by its own.) Blocks that one
+// rank alone has see that their own rank has failed. Nothing was written to out before the first meeting; NaN is written
+// now, peers.fault says why, and every fold on this memory gives NaN until the host, on all ranks, has zeroed its signals.
 //
 // Two launches on one memory at a time, of a graph's replay and of another stream, say: a block takes the word of its
 // number and gives it back at its end, so that one of them waits. Where the ranks differ in which, their words do too.
@@ -57,14 +58,14 @@ static_assert(2 * kMostBlocks * kRoomSlots * kSlot == PYDET_FOLD_ROOM, "two area
 // What a rank's memory begins with. All zeros at first.
 struct Board {
   uint64_t signal[kMostBlocks][PYDET_FOLD_RANKS];  // from each rank: the meeting's number, the tag
-  uint64_t state[kMostBlocks];  // kTaken, kSecondArea for the next fold, the number of its last meeting
+  uint64_t state[kMostBlocks];  // kTaken, kSecondArea for the next fold, kStopped, the number of its last meeting
   uint64_t failed;              // 2 + r: rank r found that it must not go on
   uint64_t reported;            // 1: to this rank's host
   char unused[PYDET_FOLD_SIGNALS - (kMostBlocks * (PYDET_FOLD_RANKS + 1) + 2 + PYDET_FOLD_RANKS) * sizeof(uint64_t)];
   uint64_t word[PYDET_FOLD_RANKS];  // that each rank came with, to the latest fold
 };
 static_assert(sizeof(Board) == PYDET_FOLD_SIGNALS, "the words are the last ones of the signals");
-constexpr uint64_t kTaken = 1ull << 63, kSecondArea = 1ull << 62;
+constexpr uint64_t kTaken = 1ull << 63, kSecondArea = 1ull << 62, kStopped = 1ull << 61;
 
 // What all ranks have alike: a function of the sizes.
 struct Plan {
@@ -173,7 +174,7 @@ __device__ __forceinline__ uint64_t enter(const Peers &peers) {
   uint64_t *const state = &board.state[blockIdx.x], found = kTaken;
   const uint64_t failed = see_word(&board.failed);  // it travels beside the other word
   Outcome outcome = wait_for(peers, [&] { return ((found = take_word(state, kTaken)) & kTaken) == 0; });
-  if (outcome == kMet && failed) {
+  if (outcome == kMet && (failed || found & kStopped)) {
     give_word(state, found);
     outcome = kLeft;
   }
@@ -455,7 +456,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksHeld)
   if (!met) spoil(p, plan);
   __syncthreads();
   if (meets && threadIdx.x == 0)
-    give_word(&board_of(peers, rank).state[blockIdx.x], meeting | ((first_area + plan.rounds) % 2 ? kSecondArea : 0));
+    give_word(&board_of(peers, rank).state[blockIdx.x],
+              meeting | ((first_area + plan.rounds) % 2 ? kSecondArea : 0) | (met ? 0 : kStopped));
 }
 
 // ---- A stream --------------------------------------------------------------------------------------------------------
@@ -659,7 +661,7 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksHeld)
   __syncthreads();
   if (threadIdx.x == 0)
     give_word(&board_of(peers, rank).state[blockIdx.x],
-              (first - 1 + 2 * plan.chunks) | (state & kSecondArea ? 0 : kSecondArea));
+              (first - 1 + 2 * plan.chunks) | (state & kSecondArea ? 0 : kSecondArea) | (failed ? kStopped : 0));
 }
 
 // FNV-1a over 64-bit words.

@@ -9,7 +9,7 @@
 // Threads of a warp that make dots of one matrix read one row of a and each its own of b: 16 bytes at a time, of lines
 // that the L1 keeps until all of them are read; the next 64 bytes are on their way while the last ones are multiplied.
 
-#include "gpu/any/eights.h"
+#include "gpu/any/rows.h"
 #include "gpu/kernels.h"
 #include "ops/gemm/problem.h"
 

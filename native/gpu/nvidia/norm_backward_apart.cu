@@ -16,8 +16,6 @@
 namespace pydet {
 namespace {
 
-// Of a block: a team of more has it alone.
-template <int T> constexpr int kThreads = T < 256 ? 256 : T;
 // Blocks a multiprocessor is to hold.
 template <class P, Type type, int T, int V, bool shifted>
 constexpr int kBlocks = T <= 256 && V <= 4 && !((kCentred<P> || shifted) && type == Type::f32) ? 2 : 1;
@@ -87,9 +85,8 @@ __device__ __forceinline__ void go_down(const P &p, int workers, float *sums, fl
         const bool there = r <= last;
         const RowIndex row = row_index(p.inner, there ? r : last);
         rstd[i] =
-            there ? of_row(p.rstd, r) : -0.0f;  // and x = dy = +0: adds (+0)(-0) to a chain, which changes nothing
-        mean[i] = 0.0f;
-        if constexpr (kCentred<P>) mean[i] = there ? of_row(p.mean, r) : 0.0f;
+            there ? of_row(p.rstd, r) : -0.0f;  // with x = dy = +0: adds (+0)(-0) to a chain, which changes nothing
+        mean[i] = there ? mean_of(p, r) : 0.0f;
         load_columns<type, W, shifted>(row_at(p.x, kBytes, row) + column * kBytes, there ? left : 0, x[i]);
         load_columns<type, W, shifted>(row_at(p.dy, kBytes, row) + column * kBytes, there ? left : 0, dy[i]);
       }
@@ -147,13 +144,12 @@ __device__ __forceinline__ void go_down(const P &p, int workers, float *sums, fl
 
 template <class P, Type type, int T, int W, int V, bool shifted>
 __device__ __forceinline__ void go_along(const P &p, int64_t block, float *exchange) {
-  constexpr int kBytes = size_of(type), kTeams = kThreads<T> / T;
+  constexpr int kBytes = size_of(type), kTeams = kBlock<T, 256> / T;
   const int team = int(threadIdx.x) / T, t = int(threadIdx.x) % T, n = int(p.n);
   const int64_t mine = block * kTeams + team, last = p.rows - 1, r = mine <= last ? mine : last;
   const RowIndex where = row_index(p.inner, r);
   const float rstd = of_row(p.rstd, r);
-  float mean = 0.0f;
-  if constexpr (kCentred<P>) mean = of_row(p.mean, r);
+  const float mean = mean_of(p, r);
   const char *dy_row = row_at(p.dy, kBytes, where), *x_row = row_at(p.x, kBytes, where);
   const int shift = shifted ? shift_of<type, W>(x_row) : 0;
   auto load = [&](const char *row, int j) {
@@ -186,16 +182,10 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     load_scale_of(v, j, scale);
     unpack(of_x, xhat);
     unpack(of_dy, g);
-#pragma unroll
-    for (int e = 0; e < W; ++e) {
-      xhat[e] = (kCentred<P> ? xhat[e] - mean : xhat[e]) * rstd;
-      g[e] *= scale[e];
-    }
+    to_xhat_and_g<P>(mean, rstd, scale, xhat, g);
   };
   Lanes<T, W, V> lanes[kSums<P>];
-  float ones[W], of_row_sums[kSums<P>];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  float of_row_sums[kSums<P>];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     const int j = W * (t + T * v);
@@ -207,12 +197,12 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     } else {
       xhat_and_g(x[v], dy[v], v, j, xhat, g);
     }
-    auto add = [&](Lanes<T, W, V> &to, const float(&other)[W]) {
+    auto add = [&](Lanes<T, W, V> &to, const auto &other) {
       if constexpr (shifted) to.add_left(v, n - j, g, other);
       else to.add(v, j < n, g, other);
     };
     add(lanes[0], xhat);
-    if constexpr (kCentred<P>) add(lanes[1], ones);
+    if constexpr (kCentred<P>) add(lanes[1], Ones());
   }
   join(lanes, exchange + team * kExchange<T, kSums<P>>, [&](float sum) { return sum / float(p.n); }, of_row_sums);
   if (mine > last) return;
@@ -226,11 +216,7 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
     xhat_and_g(x[v], dy[v], v, j, xhat, g);
     if (p.dresidual.data) unpack(load(dresidual_row, j), dresidual);
 #pragma unroll
-    for (int e = 0; e < W; ++e) {
-      float d = fmaf(-xhat[e], of_row_sums[0], g[e]);
-      if constexpr (kCentred<P>) d -= of_row_sums[1];
-      g[e] = p.dresidual.data ? fmaf(rstd, d, dresidual[e]) : rstd * d;
-    }
+    for (int e = 0; e < W; ++e) g[e] = dx_of<P>(xhat[e], g[e], rstd, of_row_sums, p.dresidual.data, dresidual[e]);
     if constexpr (shifted) store_piece<type, W>(dx_row, j, n, pack<type>(g));
     else store_packed<type>(dx_row + j * kBytes, g);
   }
@@ -238,10 +224,10 @@ __device__ __forceinline__ void go_along(const P &p, int64_t block, float *excha
 
 // The first `column_blocks` go down columns, with so many chains at once; the others along rows.
 template <class P, Type type, int T, int W, int V, class S, bool shifted>
-__global__ void __launch_bounds__(kThreads<T>, kBlocks<P, type, T, V, shifted>)
+__global__ void __launch_bounds__(kBlock<T, 256>, kBlocks<P, type, T, V, shifted>)
     norm_backward_apart_kernel(const __grid_constant__ P p, int column_blocks, int workers) {
-  __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kThreads<T>];
-  static_assert(S::kOfBlock == kThreads<T> && kThreads<T> / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom,
+  __shared__ __align__(16) float sums[kSums<P> * S::kRoom], blocks[kSums<P> * kBlock<T, 256>];
+  static_assert(S::kOfBlock == kBlock<T, 256> && kBlock<T, 256> / T * kExchange<T, kSums<P>> <= kSums<P> * S::kRoom,
                 "rows are joined there too");
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -266,7 +252,7 @@ template <class P, bool shifted, class F> pydet_status with_shape(int64_t n, con
 
 template <class Columns, Type type, bool shifted, class Shape, class P>
 pydet_status launch_apart(const char *name, const P &p, Shape) {
-  constexpr int T = Shape::T, kOfBlock = kThreads<T>;
+  constexpr int T = Shape::T, kOfBlock = kBlock<T, 256>;
   using S = std::conditional_t<kOfBlock == 512, typename Columns::template Of512<kCentred<P> ? 8 : 16>, Columns>;
   int workers = S::W < kGroupChains ? kGroupChains : S::W;  // whole groups, and at most a column a thread in the end
   const int64_t chains = divide_up(p.rows, kDweightChainRows);
@@ -281,25 +267,23 @@ pydet_status launch_apart(const char *name, const P &p, Shape) {
 
 // Up to a block of rows all of them at once, by narrow columns; then by wide ones.
 template <class P> pydet_status backward_apart(const char *name, const P &p) {
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      constexpr bool wide = type == Type::f32;
-      using Narrow = Slice<16, 2, 16>;
-      using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
-      auto run = [&](auto columns, auto shifted) {
-        return with_shape<P, shifted>(
-            p.n, [&](auto shape) { return launch_apart<decltype(columns), type, shifted>(name, p, shape); });
-      };
-      if (!rows_whole(p)) return run(NarrowOfFew{}, std::true_type{});
-      using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
-      constexpr std::false_type whole{};
-      // Wide columns, so that few blocks of them leave multiprocessors to those of rows: on an H100 77x16384 takes 7.8 us,
-      // LayerNorm's 8.9, with narrow ones 9.6 and 11.0; but 42x15960 7.0 and 5.8.
-      if (p.rows > 64 && p.rows <= kDweightBlockRows && p.n > 512 * 16)
-        return launch_apart<Slice<16, 8, 4, 512>, type, false>(name, p, RowShape<512, 4, 8, 1>{});
-      if (p.rows <= kDweightBlockRows) return run(OfFewRows{}, whole);
-      return run(Slice < 4, 8, kCentred<P> || wide ? 4 : 8 > {}, whole);
-    });
+  return by_type(name, p, p.x.type, [&](auto type) {
+    constexpr bool wide = type == Type::f32;
+    using Narrow = Slice<16, 2, 16>;
+    using NarrowOfFew = Slice<16, 2, wide ? 8 : 16>;  // that leaves registers
+    auto run = [&](auto columns, auto shifted) {
+      return with_shape<P, shifted>(
+          p.n, [&](auto shape) { return launch_apart<decltype(columns), type, shifted>(name, p, shape); });
+    };
+    if (!rows_whole(p)) return run(NarrowOfFew{}, std::true_type{});
+    using OfFewRows = std::conditional_t<kCentred<P>, NarrowOfFew, Narrow>;
+    constexpr std::false_type whole{};
+    // Wide columns, so that few blocks of them leave multiprocessors to those of rows: on an H100 77x16384 takes 7.8 us,
+    // LayerNorm's 8.9, with narrow ones 9.6 and 11.0; but 42x15960 7.0 and 5.8.
+    if (p.rows > 64 && p.rows <= kDweightBlockRows && p.n > 512 * 16)
+      return launch_apart<Slice<16, 8, 4, 512>, type, false>(name, p, RowShape<512, 4, 8, 1>{});
+    if (p.rows <= kDweightBlockRows) return run(OfFewRows{}, whole);
+    return run(Slice < 4, 8, kCentred<P> || wide ? 4 : 8 > {}, whole);
   });
 }
 

@@ -37,13 +37,11 @@ __device__ __forceinline__ void store_chains(const P &p, const Strided<size, T, 
 
 // ---- Strided: in one pass ------------------------------------------------------------------------------------------
 
-template <int T> constexpr int kBlockOfChains = T < 128 ? 128 : T;  // several small teams share one
-
 template <class P, int size, int T, int V, int F>
-__global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
+__global__ void __launch_bounds__(kBlock<T>, 512 / kBlock<T>)
     norm_backward_strided_kernel(const __grid_constant__ P p) {
   constexpr bool centred = kCentred<P>;
-  constexpr int kTeams = kBlockOfChains<T> / T, kRoom = kStridedExchange<T, kSums<P>>;
+  constexpr int kTeams = kBlock<T> / T, kRoom = kStridedExchange<T, kSums<P>>;
   __shared__ float exchange[2][kTeams * kRoom + 1];
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -62,8 +60,7 @@ __global__ void __launch_bounds__(kBlockOfChains<T>, 512 / kBlockOfChains<T>)
     next_rstd = -0.0f, next_mean = 0.0f;
     if (i < count) {
       const RowIndex row = row_index(p.inner, first + i);
-      next_rstd = of_row(p.rstd, first + i);
-      if constexpr (centred) next_mean = of_row(p.mean, first + i);
+      next_rstd = of_row(p.rstd, first + i), next_mean = mean_of(p, first + i);
       columns.load(row_at(p.x, size, row), x_bits);
       columns.load(row_at(p.dy, size, row), dy_bits);
     } else {
@@ -109,12 +106,10 @@ template <class F> pydet_status with_shape_of_chains(int64_t n, const F &f) {
 template <class P> pydet_status backward_strided(const char *name, const P &p) {
   return with_sums_over_rows(name, p, 1, [&] {
     return with_shape_of_chains(p.n, [&](auto shape) {
-      constexpr int T = shape.T, V = shape.V, F = shape.F, kThreads = kBlockOfChains<T>;
-      const int64_t blocks = divide_up(p.rows, kDweightChainRows * (kThreads / T));
-      return launch(blocks_of(name, p, grid_of(blocks, kThreads), kThreads),
-                    p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F>
-                                          : norm_backward_strided_kernel<P, 2, T, V, F>,
-                    p);
+      constexpr int T = shape.T, V = shape.V, F = shape.F, kThreads = kBlock<T>;
+      return launch_rows(name, p, kDweightChainRows * (kThreads / T), kThreads,
+                         p.x.type == Type::f32 ? norm_backward_strided_kernel<P, 4, T, V, F>
+                                               : norm_backward_strided_kernel<P, 2, T, V, F>);
     });
   });
 }
@@ -162,8 +157,7 @@ __global__ void __launch_bounds__(kStagedThreads)
 
   float scale[V], of_weight[V] = {}, of_bias[centred ? V : 1] = {};
   columns.load_scale(p.weight, p.weight_offset, scale);
-  float next_rstd = of_row(p.rstd, first), next_mean = 0.0f;
-  if constexpr (centred) next_mean = of_row(p.mean, first);
+  float next_rstd = of_row(p.rstd, first), next_mean = mean_of(p, first);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const float rstd = next_rstd, mean = next_mean;
@@ -171,10 +165,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     wait_copies<kStages - 2>();
     __syncthreads();
     fetch(i + kStages - 1);
-    if (i + 1 < count) {
-      next_rstd = of_row(p.rstd, first + i + 1);
-      if constexpr (centred) next_mean = of_row(p.mean, first + i + 1);
-    }
+    if (i + 1 < count) next_rstd = of_row(p.rstd, first + i + 1), next_mean = mean_of(p, first + i + 1);
     auto behind = [&](const Rows &rows) { return int(reinterpret_cast<uintptr_t>(row_at(rows, size, row)) % 16); };
     const Bits *const x_at = reinterpret_cast<const Bits *>(slot(i) + behind(p.x)) + t,
                       *const dy_at = reinterpret_cast<const Bits *>(slot(i) + kRowBytes<size, V> + behind(p.dy)) + t;
@@ -269,8 +260,6 @@ template <class P> bool staged_takes(const P &p) {
 
 // ---- Unaligned: dx and the sums apart ------------------------------------------------------------------------------
 
-template <int T> constexpr int kBlock = T < 256 ? 256 : T;  // several small teams share one
-
 // Rows of a column whose elements are on their way: as many as 1024 threads have registers for.
 template <int T, int V> constexpr int kAtOnce = T <= 512 ? kDweightChainRows : V <= 12 ? 8 : 4;
 
@@ -295,8 +284,7 @@ template <class P, int size, int at_once> __device__ __forceinline__ void go_dow
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
       if (row0 + i > last) continue;
-      float d = x[i];
-      if constexpr (kCentred<P>) d -= of_row(p.mean, row0 + i);
+      const float d = kCentred<P> ? x[i] - mean_of(p, row0 + i) : x[i];
       chain[0] = fmaf(dy[i], d * of_row(p.rstd, row0 + i), chain[0]);
       chain[1] = dy[i] + chain[1];
     }
@@ -313,21 +301,19 @@ template <class P, int size, int at_once> __device__ __forceinline__ void go_dow
 
 // The first `column_blocks` go down columns, the others along rows.
 template <class P, int size, int T, int V, int F>
-__global__ void __launch_bounds__(kBlock<T>)
+__global__ void __launch_bounds__(kBlock<T, 256>)
     norm_backward_unaligned_kernel(const __grid_constant__ P p, int64_t column_blocks) {
-  constexpr int kTeams = kBlock<T> / T;
+  constexpr int kTeams = kBlock<T, 256> / T;
   __shared__ float exchange[kTeams * kStridedExchange<T, kSums<P>> + 1];
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (block_number() < column_blocks)
-    return go_down<P, size, kAtOnce<T, V>>(p, block_number() * kBlock<T> + threadIdx.x);
+    return go_down<P, size, kAtOnce<T, V>>(p, block_number() * kBlock<T, 256> + threadIdx.x);
   const int team = int(threadIdx.x) / T;
   const Strided<size, T, V, F> columns = {int(threadIdx.x) % T, int(p.n)};
   const int64_t r = (block_number() - column_blocks) * kTeams + team, last = p.rows - 1;
   const RowIndex where = row_index(p.inner, r <= last ? r : last);
-  const float rstd = of_row(p.rstd, r <= last ? r : last);
-  float mean = 0.0f;
-  if constexpr (kCentred<P>) mean = of_row(p.mean, r <= last ? r : last);
+  const float rstd = of_row(p.rstd, r <= last ? r : last), mean = mean_of(p, r <= last ? r : last);
   ElementBits<size> x_bits[V], dy_bits[V];
   constexpr bool kTight = T * V > 1024 * 12;  // registers: x comes when the weights have gone
   if constexpr (!kTight) columns.load(row_at(p.x, size, where), x_bits);
@@ -364,7 +350,7 @@ template <class P> pydet_status backward_unaligned(const char *name, const P &p)
     const int64_t jobs = p.dweight.data || p.dbias.data ? divide_up(p.rows, kDweightChainRows) * p.n : 0;
     if (!jobs && !p.dx.data) return pydet_status(PYDET_OK);
     auto run = [&](auto shape) {
-      constexpr int T = shape.T, kThreads = kBlock<T>;
+      constexpr int T = shape.T, kThreads = kBlock<T, 256>;
       const int64_t column_blocks = divide_up(jobs, kThreads),
                     row_blocks = p.dx.data ? divide_up(p.rows, kThreads / T) : 0;
       return launch(blocks_of(name, p, grid_of(column_blocks + row_blocks, kThreads), kThreads),

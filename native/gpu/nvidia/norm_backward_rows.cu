@@ -5,6 +5,11 @@
 // its own columns of them as well: a thread's share of the chains of dweight and dbias is in registers too, and ends in
 // the workspace, which column_sums.cu joins. `grouped`: four teams beside each other are a group, whose sum is one row of
 // partials.
+//
+// Short, RMSNorm's up to 512: a block takes a chain, all of its rows at once in shared memory. First its threads are
+// columns: each goes down two of them, which is the chain of dweight. Then its four teams are rows, four each, joined
+// together: dx. So no row waits for another, where a ring of rows would take four turns of 0.7 us (4096 x 256: 8.5 us,
+// here 6.4).
 
 #include "gpu/kernels.h"
 #include "gpu/any/column_sums.h"
@@ -13,7 +18,6 @@
 namespace pydet {
 namespace {
 
-template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
 // Whether the rows of the next turn are on their way while this one's sums are joined.
 template <Type type> constexpr bool kAhead = type != Type::f32;
 // Blocks a multiprocessor is to hold, 0: as the compiler likes, which is more than registers allow.
@@ -24,8 +28,8 @@ template <class P, Type type, int T, int W, int V, int R, bool grouped>
 __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
     norm_backward_rows_kernel(const __grid_constant__ P p) {
   constexpr bool centred = kCentred<P>, biased = centred || !grouped;
-  constexpr int kTeams = kBlock<T> / T, kSums = centred ? 2 : 1;  // along a row: c and a
-  constexpr int kRoom = kTeams * kExchange<T, R * kSums> + 4;
+  constexpr int kTeams = kBlock<T> / T, N = kSums<P>;  // along a row: c and a
+  constexpr int kRoom = kTeams * kExchange<T, R * N> + 4;
   __shared__ __align__(16) float exchange[2][kRoom], spread[grouped ? kBlock<T> * W : 4];  // chains of a group
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -68,8 +72,7 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
     for (int k = 0; k < R; ++k) {
       const bool there = row0 + k < count;
       turn.rstd[k] = there ? of_row(p.rstd, row_of(row0 + k)) : -0.0f;
-      turn.mean[k] = 0.0f;
-      if constexpr (centred) turn.mean[k] = there ? of_row(p.mean, row_of(row0 + k)) : 0.0f;
+      turn.mean[k] = there ? mean_of(p, row_of(row0 + k)) : 0.0f;
     }
 #pragma unroll
     for (int k = 0; k < R; ++k) {
@@ -101,25 +104,24 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
     bool there[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) there[k] = row0 + k < count;
-    Lanes<T, W, V> lanes[R * kSums];
+    Lanes<T, W, V> lanes[R * N];
 #pragma unroll
     for (int k = 0; k < R; ++k) {
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int j = W * (t + T * v);
-        float xhat[W], g[W], ones[W];
+        float xhat[W], g[W];
         unpack(x[k][v], xhat);
         unpack(dy[k][v], g);
 #pragma unroll
         for (int e = 0; e < W; ++e) {
-          ones[e] = 1.0f;
           xhat[e] = (centred ? xhat[e] - mean[k] : xhat[e]) * rstd[k];
           of_weight[v][e] = fmaf(g[e], xhat[e], of_weight[v][e]);
           if constexpr (biased) of_bias[v][e] = there[k] ? g[e] + of_bias[v][e] : of_bias[v][e];
           g[e] *= scale[v][e];
         }
-        lanes[k * kSums].add(v, j < n, g, xhat);
-        if constexpr (centred) lanes[k * kSums + 1].add(v, j < n, g, ones);
+        lanes[k * N].add(v, j < n, g, xhat);
+        if constexpr (centred) lanes[k * N + 1].add(v, j < n, g, Ones());
       }
     }
     if (!p.dx.data) continue;
@@ -128,10 +130,8 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
       for (int k = 0; k < R; ++k)
 #pragma unroll
         for (int v = 0; v < V; ++v) keep_packed(x[k][v]), keep_packed(dy[k][v]);
-    float sums[R * kSums];
-    join(
-        lanes, exchange[row0 / R % 2] + team * kExchange<T, R * kSums>, [&](float sum) { return sum / float(n); },
-        sums);
+    float sums[R * N];
+    join(lanes, exchange[row0 / R % 2] + team * kExchange<T, R * N>, [&](float sum) { return sum / float(n); }, sums);
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       if (!there[k]) continue;
@@ -148,9 +148,7 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
 #pragma unroll
         for (int e = 0; e < W; ++e) {
           xhat[e] = (centred ? xhat[e] - mean[k] : xhat[e]) * rstd[k];
-          float d = fmaf(-xhat[e], sums[k * kSums], g[e] * scale[v][e]);
-          if constexpr (centred) d -= sums[k * kSums + 1];
-          g[e] = p.dresidual.data ? fmaf(rstd[k], d, dresidual[e]) : rstd[k] * d;
+          g[e] = dx_of<P>(xhat[e], g[e] * scale[v][e], rstd[k], sums + k * N, p.dresidual.data, dresidual[e]);
         }
         store_packed<type>(dx_row + j * size_of(type), g);
       }
@@ -203,9 +201,154 @@ __global__ void __launch_bounds__(kBlock<T>, kBlocks<P, type, T, grouped>)
   }
 }
 
+// ---- Short -------------------------------------------------------------------------------------------------------
+
+constexpr int kLongestShortRow = 512;
+
+template <Type type, int team, bool residual> struct Chain {
+  static constexpr int T = team, W = kVector, R = 4, kTeams = kDweightChainRows / R, kThreads = T * kTeams;
+  static constexpr int kVectorBytes = W * size_of(type), kRowBytes = T * kVectorBytes;
+  static constexpr int kTensorBytes = kDweightChainRows * kRowBytes, kTensors = residual ? 3 : 2;
+  static_assert(kThreads * 2 == T * W, "two columns a thread");
+  // Shared memory: the tensors; rstd; the exchange of the teams' joins.
+  static constexpr int kRstdAt = kTensors * kTensorBytes;
+  static constexpr int kExchangeAt = kRstdAt + kDweightChainRows * int(sizeof(float));
+  static constexpr int kSharedBytes = kExchangeAt + kTeams * kExchange<T, R> * int(sizeof(float));
+};
+
+template <Type type, int team_threads, bool residual>
+__global__ void __launch_bounds__(Chain<type, team_threads, residual>::kThreads)
+    rmsnorm_backward_short_kernel(const __grid_constant__ RmsNormBackward p) {
+  using C = Chain<type, team_threads, residual>;
+  constexpr int T = C::T, W = C::W, R = C::R, kBytes = size_of(type);
+  extern __shared__ __align__(16) char shared[];
+  float *rstds = reinterpret_cast<float *>(shared + C::kRstdAt);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int thread = int(threadIdx.x), t = thread % T, row0 = thread / T * R, n = int(p.n);
+  const int64_t first = int64_t(blockIdx.x) * kDweightChainRows;
+  const int64_t left = p.rows - first;
+  const int count = left < kDweightChainRows ? int(left) : kDweightChainRows;  // not positive: no rows
+  const bool inside = W * t < n;
+  char *const mine = shared + t * C::kVectorBytes + row0 * C::kRowBytes;
+
+#pragma unroll
+  for (int k = 0; k < R; ++k) {
+    const bool there = inside && row0 + k < count;  // else nothing is read
+    const RowIndex row = there ? row_index(p.inner, first + row0 + k) : RowIndex{};
+    const int at = t * C::kVectorBytes;
+    auto fetch = [&](const Rows &rows, int tensor) {
+#pragma unroll
+      for (int piece = 0; piece < C::kVectorBytes; piece += 16)
+        copy_async_piece<16>(mine + k * C::kRowBytes + tensor * C::kTensorBytes + piece,
+                             row_at(rows, kBytes, row) + at + piece, there);
+    };
+    fetch(p.x, 0);
+    fetch(p.dy, 1);
+    if constexpr (residual) fetch(p.dresidual, 2);
+  }
+  commit_copies();
+  if (thread < kDweightChainRows)  // -0: as in a Turn above
+    rstds[thread] = thread < count ? of_row(p.rstd, first + thread) : -0.0f;
+  float scale[W] = {};
+  if (inside) {
+    Scale<W> weight;
+    weight.load(p.weight, W * t);
+    weight.unpack(p.weight, p.weight_offset, scale);
+  }
+  wait_copies<0>();
+  __syncthreads();
+
+  // ---- Columns 2 thread and 2 thread + 1 ----
+  if (p.dweight.data) {
+    const char *pair = shared + thread * 2 * kBytes;
+    float2 chain = {};
+#pragma unroll
+    for (int r = 0; r < kDweightChainRows; ++r) {
+      float x[2], dy[2];
+      unpack(load_packed<type, 2>(pair + r * C::kRowBytes), x);
+      unpack(load_packed<type, 2>(pair + r * C::kRowBytes + C::kTensorBytes), dy);
+      chain.x = fmaf(dy[0], x[0] * rstds[r], chain.x);
+      chain.y = fmaf(dy[1], x[1] * rstds[r], chain.y);
+    }
+    if (2 * thread < n) store_kept(static_cast<float *>(p.workspace) + blockIdx.x * p.n + 2 * thread, chain);
+  }
+
+  // ---- Rows row0 to row0 + 3 ----
+  if (p.dx.data) {
+    Lanes<T, W, 1> lanes[R];
+    float rstd[R], c[R];
+    auto read = [&](int k, int tensor, float(&to)[W]) {
+      unpack(load_packed<type, W>(mine + k * C::kRowBytes + tensor * C::kTensorBytes), to);
+    };
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      float xhat[W], g[W];
+      rstd[k] = rstds[row0 + k];
+      read(k, 0, xhat);
+      read(k, 1, g);
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        xhat[e] *= rstd[k];
+        g[e] *= scale[e];
+      }
+      lanes[k].add(0, inside, g, xhat);
+    }
+    float *exchange = reinterpret_cast<float *>(shared + C::kExchangeAt) + row0 / R * kExchange<T, R>;
+    join(lanes, exchange, [&](float sum) { return sum / float(n); }, c);
+    int row_again = row0;
+    make_opaque(row_again);  // else the rows' addresses are made early and kept in registers that further blocks need
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      float xhat[W], dy[W], dx[W];
+      read(k, 0, xhat);
+      read(k, 1, dy);
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        xhat[e] *= rstd[k];
+        dx[e] = fmaf(-xhat[e], c[k], dy[e] * scale[e]);
+      }
+      if constexpr (residual) {
+        float dresidual[W];
+        read(k, 2, dresidual);
+#pragma unroll
+        for (int e = 0; e < W; ++e) dx[e] = fmaf(rstd[k], dx[e], dresidual[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < W; ++e) dx[e] *= rstd[k];
+      }
+      if (inside && row0 + k < count)
+        store_packed<type>(row_at(p.dx, kBytes, p.inner, first + row_again + k) + t * C::kVectorBytes, dx);
+    }
+  }
+}
+
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <class P, Type type, class Shape, bool grouped> pydet_status launch_rows(const char *name, const P &p) {
+// Calls f with the threads of a team.
+template <class F> auto with_team(int64_t n, const F &f) {
+  if (n <= 32 * kVector) return f(std::integral_constant<int, 32>{});
+  return f(std::integral_constant<int, 64>{});
+}
+
+struct Short {
+  void (*kernel)(RmsNormBackward);
+  int threads, shared_bytes;
+};
+
+Short short_of(const RmsNormBackward &p) {
+  return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
+    return with_team(p.n, [&](auto T) {
+      using C = Chain<type, T, false>;
+      using WithResidual = Chain<type, T, true>;
+      if (p.dresidual.data)
+        return Short{rmsnorm_backward_short_kernel<type, T, true>, C::kThreads, WithResidual::kSharedBytes};
+      return Short{rmsnorm_backward_short_kernel<type, T, false>, C::kThreads, C::kSharedBytes};
+    });
+  });
+}
+
+template <class P, Type type, class Shape, bool grouped> pydet_status launch_chains(const char *name, const P &p) {
   constexpr int T = Shape::T, kTeams = kBlock<T> / T;
   const int64_t jobs = divide_up(p.rows / heads_of(p), kDweightChainRows) * heads_of(p);
   return launch(blocks_of(name, p, grid_of(divide_up(jobs, kTeams), kBlock<T>), kBlock<T>),
@@ -217,7 +360,7 @@ template <class P> pydet_status by_chains(const char *name, const P &p) {
     return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
       return with_first<RowShape<8, 8, 1, 2>, RowShape<16, 8, 1, 2>, RowShape<32, 8, 1, 2>, RowShape<64, 8, 1, 2>,
                         RowShape<128, 8, 1, 2>>(
-          p.n, [&](auto shape) { return launch_rows<P, type, decltype(shape), false>(name, p); });
+          p.n, [&](auto shape) { return launch_chains<P, type, decltype(shape), false>(name, p); });
     });
   });
 }
@@ -229,7 +372,7 @@ template <class P> pydet_status by_groups(const char *name, const P &p) {
   return with_sums_over_rows(name, p, kGroupChains, [&] {
     return with_type<kHalfTypes>(p.x.type, [&](auto type) {
       return with_first<RowShape<8, 8, 1, 2>, RowShape<16, 8, 1, 2>>(
-          p.n, [&](auto shape) { return launch_rows<P, type, decltype(shape), true>(name, p); });
+          p.n, [&](auto shape) { return launch_chains<P, type, decltype(shape), true>(name, p); });
     });
   });
 }
@@ -254,6 +397,32 @@ bool layernorm_backward_rows_takes(const LayerNormBackward &p) {
 pydet_status layernorm_backward_rows(const LayerNormBackward &p) {
   constexpr const char *kName = "layernorm_backward_rows";
   return p.x.type != Type::f32 && narrow(p) ? by_groups(kName, p) : by_chains(kName, p);
+}
+
+bool rmsnorm_backward_short_takes(const RmsNormBackward &p) {
+  return p.n <= kLongestShortRow && rows_whole(p) && vector_aligned(p.weight) &&
+         short_of(p).shared_bytes <= gpu_shared_bytes(p.device.id);
+}
+
+// Of many rows the chains are a burden as partials, and of 257 to 384 columns many threads have none. Measured on an H100,
+// us, here and by groups: 65536x512 79 and 74, 55717x272 52.2 and 46.1, 30077x176 21.4 and 18.8; but 7110x208 8.5 and 9.9,
+// 27134x424 35.2 and 39.5.
+bool rmsnorm_backward_short_chain_prefers(const RmsNormBackward &p) {
+  const int64_t most = p.n <= 256 ? 16384 : p.n <= 384 ? 8000 : 32768;
+  return p.rows < most || !p.dweight.data;
+}
+
+pydet_status rmsnorm_backward_short_chain(const RmsNormBackward &p) {
+  return with_sums_over_rows("rmsnorm_backward_short", p, 1, [&] {
+    // Of 16384 x 256, 1024 blocks, 8 on a multiprocessor are all of them at once, and take 18 us; 7 take 14.
+    constexpr int kMostBlocks = 7, kSharedOfBlock = kMostSharedBytes / kMostBlocks / 1024 * 1024 - 1024;
+    const Short one = short_of(p);
+    Launch where = {"rmsnorm_backward_short", static_cast<gpu_stream>(p.stream),
+                    dim3(unsigned(divide_up(p.rows, kDweightChainRows))), dim3(unsigned(one.threads)),
+                    one.shared_bytes < kSharedOfBlock ? kSharedOfBlock : one.shared_bytes};
+    where.overlaps_previous = gpu_overlaps_kernels(p.device.id);
+    return launch(where, one.kernel, p);
+  });
 }
 
 }  // namespace pydet

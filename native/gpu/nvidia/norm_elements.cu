@@ -19,12 +19,10 @@ constexpr float kNothing = -0.0f;  // which changes no number that it is added t
 
 // ---- Unaligned -----------------------------------------------------------------------------------------------------
 
-template <int T> constexpr int kBlock = T < 256 ? 256 : T;  // several small teams share one
-
 template <class P, int size, int T, int V, int F>
-__global__ void __launch_bounds__(kBlock<T>) norm_unaligned_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(kBlock<T, 256>) norm_unaligned_kernel(const __grid_constant__ P p) {
   constexpr bool centred = kCentred<P>;
-  constexpr int kTeams = kBlock<T> / T, kRoom = kStridedExchange<T, 1>;
+  constexpr int kTeams = kBlock<T, 256> / T, kRoom = kStridedExchange<T, 1>;
   __shared__ float of_mean[centred ? kTeams * kRoom + 1 : 1], of_squares[kTeams * kRoom + 1];
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -79,11 +77,10 @@ __global__ void __launch_bounds__(kBlock<T>) norm_unaligned_kernel(const __grid_
 template <class P> pydet_status norm_unaligned(const char *name, const P &p) {
   return on_device(name, p, [&] {
     return with_strided_shape(p.n, [&](auto shape) {
-      constexpr int T = shape.T, kThreads = kBlock<T>;
-      return launch(blocks_of(name, p, grid_of(divide_up(p.rows, kThreads / T), kThreads), kThreads),
-                    p.x.type == Type::f32 ? norm_unaligned_kernel<P, 4, T, shape.V, shape.F>
-                                          : norm_unaligned_kernel<P, 2, T, shape.V, shape.F>,
-                    p);
+      constexpr int T = shape.T;
+      return launch_rows(name, p, kBlock<T, 256> / T, kBlock<T, 256>,
+                         p.x.type == Type::f32 ? norm_unaligned_kernel<P, 4, T, shape.V, shape.F>
+                                               : norm_unaligned_kernel<P, 2, T, shape.V, shape.F>);
     });
   });
 }
@@ -155,7 +152,7 @@ __global__ void __launch_bounds__(kBlockOfAdjacent<T>, kMost<T, V> * 128 / kBloc
     char *const row = of_group + share.lead + r * n * 2;
     float x[V], mean = 0.0f;
     uint16_t bits[V];
-    columns.load(row, 0, bits);
+    columns.load(row, bits);
     floats_of<2>(p.x.type, bits, x);
     if constexpr (centred) {
       mean = row_sum<T, V>(columns, [&](int i) { return x[i]; }, [](int) { return 1.0f; }, of_mean) / float(n);
@@ -172,7 +169,7 @@ __global__ void __launch_bounds__(kBlockOfAdjacent<T>, kMost<T, V> * 128 / kBloc
 #pragma unroll
     for (int i = 0; i < V; i += kChunk) {
       float scale[kChunk], bias[kChunk], y[kChunk];
-      uint32_t pairs[kChunk / 2];
+      uint16_t some[kChunk];
       load_vector(columns, p.weight, i, 1.0f, scale);
       load_vector(columns, p.bias, i, 0.0f, bias);
 #pragma unroll
@@ -182,8 +179,8 @@ __global__ void __launch_bounds__(kBlockOfAdjacent<T>, kMost<T, V> * 128 / kBloc
         if (centred && p.bias.data) y[k] = fmaf(y[k], scale[k], bias[k]);
         else y[k] *= scale[k];
       }
-      pairs_of(p.x.type, y, pairs);
-      columns.store_some(row, i, pairs);
+      rounded<2>(p.x.type, y, some);
+      columns.store_some(row, i, some);
     }
   }
   meet();
@@ -251,11 +248,9 @@ __global__ void __launch_bounds__(kMaxTeam, 4) norm_staged_kernel(const __grid_c
   row.fetch(shared, row_at(p.x, size_of(type), where), p.n, ascend && r > 0, ascend && r < p.rows - 1);
 
   Lanes<T, W, 1> lanes[1], squares[1];
-  float ones[W], mean[1] = {}, rstd[1];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  float mean[1] = {}, rstd[1];
   if constexpr (centred) {
-    row.turns(0, 0.0f, [&](int j, const float(&x)[W]) { row.add(lanes[0], j, x, ones); });
+    row.turns(0, 0.0f, [&](int j, const float(&x)[W]) { row.add(lanes[0], j, x, Ones()); });
     join(lanes, of_mean, [&](float sum) { return sum / float(p.n); }, mean);
   }
   row.turns(0, 0.0f, [&](int j, float(&x)[W]) {
@@ -295,11 +290,9 @@ template <class P> bool staged_takes(const P &p) {
 }
 
 template <class P> pydet_status norm_staged(const char *name, const P &p) {
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return launch(blocks_of(name, p, unsigned(p.rows), kMaxTeam, int(bytes_of_staged(p.n, type))),
-                    norm_staged_kernel<P, type>, p, rows_ascend(p.x, p.inner, p.rows, p.n));
-    });
+  return by_type(name, p, p.x.type, [&](auto type) {
+    return launch(blocks_of(name, p, unsigned(p.rows), kMaxTeam, int(bytes_of_staged(p.n, type))),
+                  norm_staged_kernel<P, type>, p, rows_ascend(p.x, p.inner, p.rows, p.n));
   });
 }
 

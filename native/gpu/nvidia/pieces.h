@@ -119,14 +119,9 @@ __device__ __forceinline__ void load_scales_of(const Vector &weight, float offse
                                 load_piece<Type::f32, W>(weight.data, whole + W, n), behind),
            scale);
   } else {
-    const auto halves = window<Type::f16, W>(load_piece<Type::f16, W>(weight.data, whole, n),
-                                             load_piece<Type::f16, W>(weight.data, whole + W, n), behind);
-    if (weight.type == Type::f16) {
-      unpack(halves, scale);
-    } else {
-#pragma unroll
-      for (int e = 0; e < W; ++e) scale[e] = f32_from_bf16(uint16_t(halves.word[e / 2] >> e % 2 * 16));
-    }
+    unpack_halves(window<Type::f16, W>(load_piece<Type::f16, W>(weight.data, whole, n),
+                                       load_piece<Type::f16, W>(weight.data, whole + W, n), behind),
+                  weight.type, scale);
   }
 #pragma unroll
   for (int e = 0; e < W; ++e) scale[e] += offset;
@@ -190,7 +185,8 @@ template <Type type, bool shifted> struct StagedRow {
   }
 
   // Adds x y, of a vector of the lanes that begins at j.
-  __device__ __forceinline__ void add(Lanes<T, W, 1> &lanes, int j, const float (&x)[W], const float (&y)[W]) const {
+  template <class Y>
+  __device__ __forceinline__ void add(Lanes<T, W, 1> &lanes, int j, const float (&x)[W], const Y &y) const {
     if (!shifted || j + W <= n) lanes.add(0, true, x, y);
     else lanes.add_left(0, n - j, x, y);
   }

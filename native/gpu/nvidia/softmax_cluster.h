@@ -17,52 +17,10 @@ template <int C> struct alignas(16) Received {
   uint64_t most_arrived, sums_arrived;
 };
 
-// Adjacent elements as they lie in memory.
-template <Type type, int W> struct alignas(W *size_of(type) < 16 ? W * size_of(type) : 16) Adjacent {
-  uint32_t word[W * size_of(type) / 4];
-};
-
-template <Type type, int W>
-__device__ __forceinline__ void to_floats(const Adjacent<type, W> &adjacent, float (&x)[W]) {
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    if constexpr (type == Type::f32) x[i] = float_of(adjacent.word[i]);
-    else x[i] = Element<type>::to_f32(uint16_t(i % 2 ? adjacent.word[i / 2] >> 16 : adjacent.word[i / 2]));
-  }
-}
-
-// The sum of a group's eight lanes, of which a thread has W. Each of the 8 / W threads gets it.
-template <int W> __device__ __forceinline__ float of_group(float (&s)[W]) {
-  auto from = [](float x, int apart) { return __shfl_xor_sync(0xFFFFFFFFu, x, apart); };
-  if constexpr (W == 1) {
-#pragma unroll
-    for (int apart = 4; apart > 0; apart /= 2) s[0] += from(s[0], apart);
-    return s[0];
-  } else if constexpr (W == 8) {
-#pragma unroll
-    for (int apart = 4; apart > 0; apart /= 2)
-#pragma unroll
-      for (int e = 0; e < apart; ++e) s[e] += s[e + apart];
-    return s[0];
-  } else if constexpr (W == 4) {  // the first of two threads goes on with lanes 0 and 2, the second with 1 and 3
-    const bool second = threadIdx.x % 2;
-    const float low = (second ? s[1] : s[0]) + from(second ? s[0] : s[1], 1);
-    const float high = (second ? s[3] : s[2]) + from(second ? s[2] : s[3], 1);
-    const float sum = low + high;
-    return sum + from(sum, 1);
-  } else {
-    static_assert(W == 2);
-    const bool upper = threadIdx.x & 2;
-    float sum = (upper ? s[1] : s[0]) + from(upper ? s[0] : s[1], 2);
-    sum += from(sum, 1);
-    return sum + from(sum, 2);
-  }
-}
-
 // A thread's pieces of a row, which begin at column `first` and lie 2048 apart. Past the row's end there is `outside`.
 template <Type type, int W, int V, bool whole>
 __device__ __forceinline__ void load_pieces(const char *row, int first, int n, uint32_t outside,
-                                            Adjacent<type, W> (&x)[V]) {
+                                            Packed<type, W> (&x)[V]) {
   using Bits = typename Element<type>::Bits;
 #pragma unroll
   for (int v = 0; v < V; ++v) {
@@ -70,7 +28,7 @@ __device__ __forceinline__ void load_pieces(const char *row, int first, int n, u
 #pragma unroll
     for (int i = 0; i < W * size_of(type) / 4; ++i) x[v].word[i] = outside;
     if constexpr (whole) {
-      if (j < n) x[v] = *reinterpret_cast<const Adjacent<type, W> *>(row + int64_t(j) * size_of(type));
+      if (j < n) x[v] = *reinterpret_cast<const Packed<type, W> *>(row + int64_t(j) * size_of(type));
     } else {
       const Bits *const from = reinterpret_cast<const Bits *>(row);
 #pragma unroll
@@ -83,6 +41,18 @@ __device__ __forceinline__ void load_pieces(const char *row, int first, int n, u
   }
 }
 
+// The numbers of N / W pieces, from the v-th on.
+template <Type type, int W, int V, int N>
+__device__ __forceinline__ void unpack_pieces(const Packed<type, W> (&x)[V], int v, float (&one)[N]) {
+#pragma unroll
+  for (int i = 0; i < N / W; ++i) {
+    float of_piece[W];
+    unpack(x[v + i], of_piece);
+#pragma unroll
+    for (int e = 0; e < W; ++e) one[i * W + e] = of_piece[e];
+  }
+}
+
 // Past a row's end, in words of memory: the lowest number, twice where a word is a pair.
 template <Type type>
 constexpr uint32_t kLowestWord = type == Type::f32    ? 0xFF800000u
@@ -91,8 +61,8 @@ constexpr uint32_t kLowestWord = type == Type::f32    ? 0xFF800000u
 
 // The largest of the W elements that lie at the same place of a thread's pieces.
 template <Type type, int W, int V>
-__device__ __forceinline__ void tops_of(const Adjacent<type, W> (&x)[V], float (&tops)[W]) {
-  Adjacent<type, W> top = x[0];
+__device__ __forceinline__ void tops_of(const Packed<type, W> (&x)[V], float (&tops)[W]) {
+  Packed<type, W> top = x[0];
 #pragma unroll
   for (int v = 1; v < V; ++v)
 #pragma unroll
@@ -100,12 +70,12 @@ __device__ __forceinline__ void tops_of(const Adjacent<type, W> (&x)[V], float (
       if constexpr (type == Type::f32) top.word[i] = bits_of(larger(float_of(top.word[i]), float_of(x[v].word[i])));
       else top.word[i] = larger_pair<type>(top.word[i], x[v].word[i]);
     }
-  to_floats(top, tops);
+  unpack(top, tops);
 }
 
 // Adds the exps of a row to a thread's lanes, some pieces' at a time: then keep(v, exps) has those of piece v.
 template <int kAtOnce, Type type, int W, int V, class F>
-__device__ __forceinline__ void add_exps(const Adjacent<type, W> (&x)[V], float max, int n, float (&lane)[W],
+__device__ __forceinline__ void add_exps(const Packed<type, W> (&x)[V], float max, int n, float (&lane)[W],
                                          const F &keep) {
 #pragma unroll
   for (int v = 0; v < V; v += kAtOnce) {
@@ -113,7 +83,7 @@ __device__ __forceinline__ void add_exps(const Adjacent<type, W> (&x)[V], float 
     float exps[kAtOnce][W];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      to_floats(x[v + i], exps[i]);
+      unpack(x[v + i], exps[i]);
 #pragma unroll
       for (int e = 0; e < W; ++e) exps[i][e] = falling_exp_f32(exps[i][e] - max);
     }
@@ -128,17 +98,17 @@ __device__ __forceinline__ void add_exps(const Adjacent<type, W> (&x)[V], float 
 
 // Stores pieces from the v-th on.
 template <Type type, int W, bool whole, int N>
-__device__ __forceinline__ void store_pieces(char *row, int first, int n, int v, const Adjacent<type, N> &y) {
+__device__ __forceinline__ void store_pieces(char *row, int first, int n, int v, const Packed<type, N> &y) {
   using Bits = typename Element<type>::Bits;
   constexpr int kWords = W * size_of(type) / 4;
 #pragma unroll
   for (int i = 0; i < N / W; ++i) {
     const int j = first + kRowLanes * (v + i);
     if constexpr (whole) {
-      Adjacent<type, W> piece;
+      Packed<type, W> piece;
 #pragma unroll
       for (int k = 0; k < kWords; ++k) piece.word[k] = y.word[i * kWords + k];
-      if (j < n) *reinterpret_cast<Adjacent<type, W> *>(row + int64_t(j) * size_of(type)) = piece;
+      if (j < n) *reinterpret_cast<Packed<type, W> *>(row + int64_t(j) * size_of(type)) = piece;
     } else {
 #pragma unroll
       for (int e = 0; e < W; ++e) {

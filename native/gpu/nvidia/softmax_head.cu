@@ -107,10 +107,10 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), blocks_for((V - S) * W, k
   constexpr int T = kRowLanes / (W * C), kSize = size_of(type), kWords = W * kSize / 4, N = kAtOnce * W;
   static_assert(C > 1 && V % kAtOnce == 0 && S % kAtOnce == 0);  // vectors whose steps are computed together
   using Row = std::conditional_t<slabs, RowInSlabs, WholeRow>;
-  using Piece = Adjacent<type, W>;
+  using Piece = Packed<type, W>;
   __shared__ float of_warps[T / kLogicalWarp];
   __shared__ Received<C> received;
-  __shared__ Adjacent<Type::f32, W> staged[S == 0 ? 1 : S][T];
+  __shared__ Packed<Type::f32, W> staged[S == 0 ? 1 : S][T];
   expect_from_cluster(&received.most_arrived, int(sizeof received.most));
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), blocks_for((V - S) * W, k
 
   float lane[W] = {}, kept[V - S][W];
   add_exps<kAtOnce>(x, max, n, lane, [&](int v, const float(&exps)[W]) {
-    Adjacent<Type::f32, W> bits;
+    Packed<Type::f32, W> bits;
 #pragma unroll
     for (int e = 0; e < W; ++e) {
       bits.word[e] = bits_of(exps[e]);
@@ -162,12 +162,12 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), blocks_for((V - S) * W, k
   for (int v = 0; v < V; v += kAtOnce) {
     if (v > 0 && kRowLanes * v >= n) continue;
     float one[N];
-    Adjacent<type, N> y;
+    Packed<type, N> y;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       float exps[W];
       if (v < S) {
-        to_floats(staged[v < S ? v + i : 0][t], exps);
+        unpack(staged[v < S ? v + i : 0][t], exps);
       } else {
 #pragma unroll
         for (int e = 0; e < W; ++e) exps[e] = kept[v >= S ? v + i - S : 0][e];
@@ -220,13 +220,11 @@ bool softmax_head_prefers(const Softmax &p) {
 
 pydet_status softmax_head(const Softmax &p) {
   const char *name = "softmax_head";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      if (p.n <= 16 * kRowLanes) return launch_head<4, 4, 16, 8, 2>(name, p, type);
-      if (p.n <= 32 * kRowLanes) return launch_head<8, 2, 32, 16, 4>(name, p, type);
-      if (p.n <= 64 * kRowLanes) return launch_head<8, 2, 64, 32, 4>(name, p, type);
-      return launch_head<8, 2, 76, 40, 4>(name, p, type);
-    });
+  return by_type(name, p, p.x.type, [&](auto type) {
+    if (p.n <= 16 * kRowLanes) return launch_head<4, 4, 16, 8, 2>(name, p, type);
+    if (p.n <= 32 * kRowLanes) return launch_head<8, 2, 32, 16, 4>(name, p, type);
+    if (p.n <= 64 * kRowLanes) return launch_head<8, 2, 64, 32, 4>(name, p, type);
+    return launch_head<8, 2, 76, 40, 4>(name, p, type);
   });
 }
 

@@ -20,7 +20,7 @@ namespace {
 template <Type type, int W, bool whole, int N>
 __device__ __forceinline__ void store_results(const Finish &finish, bool log, char *row, int first, int n, int v,
                                               float (&one)[N]) {
-  Adjacent<type, N> y;
+  Packed<type, N> y;
   if (log) {
     finish.logarithms(one);
     round_words<type>(one, y.word);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   __shared__ float of_warps[T / kLogicalWarp];
   __shared__ Received<C> received;
   extern __shared__ __align__(16) char shared[];
-  Adjacent<Type::f32, W> *const staged = reinterpret_cast<Adjacent<Type::f32, W> *>(shared) + threadIdx.x;
+  Packed<Type::f32, W> *const staged = reinterpret_cast<Packed<Type::f32, W> *>(shared) + threadIdx.x;
   if constexpr (C > 1) expect_from_cluster(&received.most_arrived, int(sizeof received.most));
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   const RowIndex where = row_index(p.inner, r);
   const char *const x_row = row_at(p.x, kSize, where);
   const int first = W * (T * rank + t);  // the thread's column
-  Adjacent<type, W> x[V];
+  Packed<type, W> x[V];
   load_pieces<type, W, V, whole>(x_row, first, n, kLowestWord<type>, x);
   Finish finish(p, r, log);
   if constexpr (C > 1) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
   float lane[W] = {}, kept[log ? 1 : V - S][W];
   add_exps<kAtOnce>(x, max, n, lane, [&](int v, const float(&exps)[W]) {
     if constexpr (!log) {
-      Adjacent<Type::f32, W> bits;
+      Packed<Type::f32, W> bits;
 #pragma unroll
       for (int e = 0; e < W; ++e) {
         bits.word[e] = bits_of(exps[e]);
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, V, 
     for (int i = 0; i < kAtOnce; ++i) {
       float of_vector[W];
       if constexpr (log) {
-        to_floats(x[v + i], of_vector);
+        unpack(x[v + i], of_vector);
       } else if (v < S) {
-        to_floats(staged[(v + i) * T], of_vector);
+        unpack(staged[(v + i) * T], of_vector);
       } else {
 #pragma unroll
         for (int e = 0; e < W; ++e) of_vector[e] = kept[v >= S ? v + i - S : 0][e];
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, 2 *
   let_next_kernel_start();
   const int rank = int(blockIdx.x) % C, n = int(p.n), first = W * (T * rank + int(threadIdx.x));
   const RowIndex where = row_index(p.inner, blockIdx.x / C);
-  Adjacent<type, W> dy[V], y[V];  // past the row's end their product is -0, which changes no lane
+  Packed<type, W> dy[V], y[V];  // past the row's end their product is -0, which changes no lane
   load_pieces<type, W, V, true>(row_at(p.dy, kSize, where), first, n, kMinusZero, dy);
   load_pieces<type, W, V, true>(row_at(p.y, kSize, where), first, n, 0, y);
   float lane[W] = {};
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, 2 *
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       float dy_of[W], y_of[W];
-      to_floats(dy[v + i], dy_of);
-      to_floats(y[v + i], y_of);
+      unpack(dy[v + i], dy_of);
+      unpack(y[v + i], y_of);
 #pragma unroll
       for (int e = 0; e < W; ++e) lane[e] = fmaf(dy_of[e], second_of(kind, y_of[e]), lane[e]);
     }
@@ -170,16 +170,10 @@ __global__ void __launch_bounds__(kRowLanes / (W * C), Registers<type, C, W, 2 *
   for (int v = 0; v < V; v += kAtOnce) {
     if (v > 0 && kRowLanes * v >= n) continue;
     float dy_of[N], y_of[N];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float one[W], other[W];
-      to_floats(dy[v + i], one);
-      to_floats(y[v + i], other);
-#pragma unroll
-      for (int e = 0; e < W; ++e) dy_of[i * W + e] = one[e], y_of[i * W + e] = other[e];
-    }
+    unpack_pieces(dy, v, dy_of);
+    unpack_pieces(y, v, y_of);
     gradients_of(kind, c, dy_of, y_of);
-    Adjacent<type, N> dx;
+    Packed<type, N> dx;
     round_words<type>(dy_of, dx.word);
     store_pieces<type, W, true>(dx_row, first, n, v, dx);
   }
@@ -238,18 +232,16 @@ bool softmax_spread_prefers(const Softmax &p) {
 
 pydet_status softmax_spread(const Softmax &p) {
   const char *name = "softmax_spread";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      auto run = [&](auto shape, auto in_pieces) {
-        constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
-        const bool log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
-        return log ? launch_spread(name, p, shape, 0, softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>)
-                   : launch_spread(name, p, shape, S * shape.T * W * 4,
-                                   softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>);
-      };
-      if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
-      return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
-    });
+  return by_type(name, p, p.x.type, [&](auto type) {
+    auto run = [&](auto shape, auto in_pieces) {
+      constexpr int C = shape.C, W = shape.W, V = shape.V, S = type == Type::f32 ? 0 : shape.S, A = shape.kAtOnce;
+      const bool log = p.kind == SoftmaxKind::log_softmax || p.kind == SoftmaxKind::log_prob;
+      return log ? launch_spread(name, p, shape, 0, softmax_spread_kernel<type, C, W, V, 0, A, true, in_pieces>)
+                 : launch_spread(name, p, shape, S * shape.T * W * 4,
+                                 softmax_spread_kernel<type, C, W, V, S, A, false, in_pieces>);
+    };
+    if (rows_whole(p)) return with_cluster(p.rows, p.n, [&](auto shape) { return run(shape, std::true_type{}); });
+    return with_cluster_of_singles(p.n, [&](auto shape) { return run(shape, std::false_type{}); });
   });
 }
 
@@ -262,19 +254,17 @@ bool softmax_backward_spread_prefers(const SoftmaxBackward &p) {
 
 pydet_status softmax_backward_spread(const SoftmaxBackward &p) {
   const char *name = "softmax_backward_spread";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-      return with_gradient_cluster(p.n, [&](auto shape) {
-        constexpr int C = shape.C, W = shape.W, V = shape.V, A = shape.kAtOnce;
-        static_assert(shape.S == 0);
-        if constexpr (type == Type::f32 && V > 16) {
-          return pydet_status(PYDET_UNSUPPORTED);
-        } else {
-          return launch_spread(name, p, shape, 0,
-                               p.log ? softmax_backward_spread_kernel<type, C, W, V, A, true>
-                                     : softmax_backward_spread_kernel<type, C, W, V, A, false>);
-        }
-      });
+  return by_type(name, p, p.dy.type, [&](auto type) {
+    return with_gradient_cluster(p.n, [&](auto shape) {
+      constexpr int C = shape.C, W = shape.W, V = shape.V, A = shape.kAtOnce;
+      static_assert(shape.S == 0);
+      if constexpr (type == Type::f32 && V > 16) {
+        return pydet_status(PYDET_UNSUPPORTED);
+      } else {
+        return launch_spread(name, p, shape, 0,
+                             p.log ? softmax_backward_spread_kernel<type, C, W, V, A, true>
+                                   : softmax_backward_spread_kernel<type, C, W, V, A, false>);
+      }
     });
   });
 }

@@ -138,13 +138,11 @@ __global__ void __launch_bounds__(kMaxTeam, 4) softmax_staged_kernel(const __gri
   });
   const float max = team_max<T>(most, of_warps);
   Lanes<T, W, 1> lanes[1];
-  float ones[W], sum[1];
-#pragma unroll
-  for (int e = 0; e < W; ++e) ones[e] = 1.0f;
+  float sum[1];
   row.turns(0, max, [&](int j, const float(&x)[W]) {
     float exps[W];
     exps_of(x, max, exps);
-    row.add(lanes[0], j, exps, ones);
+    row.add(lanes[0], j, exps, Ones());
   });
   join(lanes, of_groups, [](float s) { return s; }, sum);
   finish.known(max, sum[0]);
@@ -306,18 +304,15 @@ inline bool rows_fit(int parts, int64_t n, Type type, int sharing, int device) {
 
 int64_t bytes_of_row(const Softmax &p) { return bytes_of_staged(p.n, p.x.type); }
 
-template <int team, int elements> struct Turn {
-  static constexpr int T = team, K = elements;
-  static constexpr int holds() { return T * K; }
-};
-
-constexpr int64_t kLongestOfTeam = 16384;
-template <int C, class Shape, Type type> pydet_status launch_staged(const char *name, const SoftmaxBackward &p) {
-  using S = Stage<type, Shape::T, C>;
-  const int bytes = S::bytes(p.n), dx_bytes = rows_agree(p.dx, p.dy, 16) ? 0 : bytes;
-  const int64_t blocks = C == 1 ? divide_up(p.rows, S::kTeams) : p.rows * C;
-  return launch(blocks_of(name, p, unsigned(blocks), S::kBlock, S::kTeams * (2 * bytes + dx_bytes), C),
-                softmax_backward_staged_kernel<type, Shape::T, Shape::K, C>, p, bytes, dx_bytes);
+// By blocks of 256 threads with up to eight elements each in a turn: shorter rows are other kernels'.
+constexpr int64_t kLongestOfBlock = 16384;
+template <int C> pydet_status launch_staged(const char *name, const SoftmaxBackward &p) {
+  return by_type(name, p, p.dy.type, [&](auto type) {
+    using S = Stage<type, kMaxTeam, C>;
+    const int bytes = S::bytes(p.n), dx_bytes = rows_agree(p.dx, p.dy, 16) ? 0 : bytes;
+    return launch(blocks_of(name, p, unsigned(p.rows * C), S::kBlock, 2 * bytes + dx_bytes, C),
+                  softmax_backward_staged_kernel<type, kMaxTeam, 8, C>, p, bytes, dx_bytes);
+  });
 }
 
 }  // namespace
@@ -335,12 +330,10 @@ bool softmax_staged_prefers(const Softmax &p) {
 
 pydet_status softmax_staged(const Softmax &p) {
   const char *name = "softmax_staged";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      return launch(blocks_of(name, p, unsigned(p.rows), kMaxTeam, int(bytes_of_row(p))),
-                    rows_whole(p) ? softmax_staged_kernel<type, false> : softmax_staged_kernel<type, true>, p,
-                    rows_ascend(p.x, p.inner, p.rows, p.n));
-    });
+  return by_type(name, p, p.x.type, [&](auto type) {
+    return launch(blocks_of(name, p, unsigned(p.rows), kMaxTeam, int(bytes_of_row(p))),
+                  rows_whole(p) ? softmax_staged_kernel<type, false> : softmax_staged_kernel<type, true>, p,
+                  rows_ascend(p.x, p.inner, p.rows, p.n));
   });
 }
 
@@ -354,42 +347,30 @@ bool softmax_cluster_prefers(const Softmax &p) {
 
 pydet_status softmax_cluster(const Softmax &p) {
   const char *name = "softmax_cluster";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.x.type, [&](auto type) {
-      const int bytes = Stage<type, kMaxTeam, kRanks>::bytes(p.n), y_bytes = rows_agree(p.y, p.x, 16) ? 0 : bytes;
-      return launch(blocks_of(name, p, unsigned(p.rows * kRanks), kMaxTeam, bytes + y_bytes, kRanks),
-                    softmax_cluster_kernel<type>, p, bytes, y_bytes);
-    });
+  return by_type(name, p, p.x.type, [&](auto type) {
+    const int bytes = Stage<type, kMaxTeam, kRanks>::bytes(p.n), y_bytes = rows_agree(p.y, p.x, 16) ? 0 : bytes;
+    return launch(blocks_of(name, p, unsigned(p.rows * kRanks), kMaxTeam, bytes + y_bytes, kRanks),
+                  softmax_cluster_kernel<type>, p, bytes, y_bytes);
   });
 }
 
 bool softmax_backward_staged_takes(const SoftmaxBackward &p) {
-  return p.n <= kLongestOfTeam && p.rows <= kMostRows && rows_fit(3, p.n, p.dy.type, 1, p.device.id);
+  return p.n <= kLongestOfBlock && p.rows <= kMostRows && rows_fit(3, p.n, p.dy.type, 1, p.device.id);
 }
 
 pydet_status softmax_backward_staged(const SoftmaxBackward &p) {
-  const char *name = "softmax_backward_staged";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.dy.type, [&](auto type) {
-      return with_first<Turn<32, 4>, Turn<32, 8>, Turn<32, 16>, Turn<128, 8>, Turn<128, 16>, Turn<256, 8>>(
-          p.n, [&](auto shape) { return launch_staged<1, decltype(shape), type>(name, p); });
-    });
-  });
+  return launch_staged<1>("softmax_backward_staged", p);
 }
 
 bool softmax_backward_cluster_takes(const SoftmaxBackward &p) {
   return p.rows <= kMostRows && rows_fit(3, p.n, p.dy.type, kRanks, p.device.id);
 }
 bool softmax_backward_cluster_prefers(const SoftmaxBackward &p) {
-  return p.n > kLongestOfTeam || (p.rows <= 32 && p.n > 8192);
+  return p.n > kLongestOfBlock || (p.rows <= 32 && p.n > 8192);
 }
 
 pydet_status softmax_backward_cluster(const SoftmaxBackward &p) {
-  const char *name = "softmax_backward_cluster";
-  return on_device(name, p, [&] {
-    return with_type<kUnscaledTypes>(p.dy.type,
-                                     [&](auto type) { return launch_staged<kRanks, Turn<256, 8>, type>(name, p); });
-  });
+  return launch_staged<kRanks>("softmax_backward_cluster", p);
 }
 
 }  // namespace pydet

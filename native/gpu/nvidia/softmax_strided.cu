@@ -10,8 +10,6 @@
 namespace pydet {
 namespace {
 
-template <int T> constexpr int kBlock = T < 128 ? 128 : T;  // several small teams share one
-
 // The largest of the team's values. All threads of the block call it.
 template <int T> __device__ __forceinline__ float strided_max(float most, float *of_warps) {
   constexpr int kWarps = T / kLogicalWarp;
