@@ -332,21 +332,48 @@ def test_skinny_gemm_equals_cpu(hip):
 
 
 def test_skinny_gemm_on_matrix_cores(hip):
-    """Every number of tiles of x, one wave and four, several rounds of loads with a ragged last one, rows apart; and
-    for each, chunks side by side, more than there are waves."""
+    """Every number of tiles of x, rows apart, ends of N; for each, chunks side by side, more than there are waves."""
     for dtype in ("bf16", "fp16"):
         skinny_gemm_on_matrix_cores(hip, dtype)
         chunks_apart(hip, dtype)
-    assert hip.ran >= instances(hip, "skinny_mfma_kernel", "join_chunks_kernel")
+    assert hip.ran >= instances(hip, "skinny_mfma_kernel", "skinny_mfma_chain_kernel", "join_chunks_kernel")
+
+
+@pytest.mark.parametrize("m", (1, 17, 33, 65))
+def test_one_chain_across_its_rounds(hip, m):
+    """The kernel without chunks, every tile: K a step, a stage of 128, those on the way, one behind them, twice and
+    three times those; a piece of 8 less, as much, a piece more; and several rounds with a rest. One block that makes
+    all rows of w in turn."""
+    kind, stage, several = ARCHS[hip.arch], 128, {"gfx90a": 4, "gfx942": 6}[hip.arch] * 128
+    options = {"arithmetic": ARITHMETIC[kind], "kernel": f"hip_skinny_gemm_{kind}_mfma"}
+    bounds = (16, stage, 2 * stage, several, several + stage, 2 * several + stage, 3 * several + stage)
+    for i, k in enumerate(sorted({bound + more for bound in bounds for more in (-8, 0, 8)} | {4 * several + 344})):
+        # The fewest rows of these tiles and the most; ends of a quad of y, of a wave.
+        rows, n, dtype = (m, max(m + 15, 16) // 16 * 16)[i % 2], (17, 5, 16, 33)[i % 4], ("bf16", "fp16")[i % 5 == 4]
+        hip.order, hip.grid = (in_reverse, lambda grid: [1, 1, 1]) if i % 3 == 2 else (None, list)
+        x, w = normal(rows, k + 8, dtype=dtype)[:, :k], normal(n, k, dtype=dtype, seed=1)
+        more = {"bias": normal(n, seed=2), "out": normal(rows, n, seed=3), "accumulate": 1}
+        both(hip, x, w, function="pydet_skinny_gemm", **more, **options)
+    hip.order, hip.grid = None, list
+
+
+def test_what_lies_past_the_end_of_a_chain(hip):
+    """NaN behind the rows' ends and in the rows below, Inf and zeros in the last k, which loads past K read again."""
+    kind = ARCHS[hip.arch]
+    options = {"arithmetic": ARITHMETIC[kind], "kernel": f"hip_skinny_gemm_{kind}_mfma"}
+    for m, k in itertools.product((1, 17, 33, 65), (8, 136, 904)):
+        x, w = normal(m + 1, k + 8, dtype="bf16"), normal(20, k + 8, dtype="bf16", seed=1)
+        x[:, k:], w[:, k:], x[m], w[19] = np.nan, np.nan, np.nan, np.nan
+        x[0, k - 8 : k - 4], w[:, k - 4 : k] = np.inf, 0
+        both(hip, x[:m, :k], w[:19, :k], function="pydet_skinny_gemm", **options)
 
 
 def skinny_gemm_on_matrix_cores(hip, dtype):
     kernel = f"hip_skinny_gemm_{ARCHS[hip.arch]}_mfma"
     options = {"function": "pydet_skinny_gemm", "arithmetic": ARITHMETIC[ARCHS[hip.arch]], "kernel": kernel}
-    one_wave = (3, 20, 1352), (20, 17, 968), (40, 16, 584), (70, 18, 296)
-    # Waves of 4, 8 and 16 rows, a row shorter than a step, as long as a round of loads, and two and a step.
+    # Blocks of 4, 8 and 16 rows of w.
     short = ((1, 13, 8), (5, 31, 448), (12, 40, 912), (17, 5, 640)) if dtype == "bf16" else ()
-    for m, n, k in (*one_wave, *short, (2, 600, 32), (20, 256, 136), (40, 256, 24), (70, 256, 24)):
+    for m, n, k in ((3, 20, 1352), (20, 17, 968), (40, 16, 584), (70, 18, 296), *short, (2, 600, 32), (70, 256, 24)):
         x, w = normal(m, k + 8, dtype=dtype)[:, :k], normal(n, k, dtype=dtype, seed=1)
         both(hip, x, w, bias=normal(m, n, seed=2), out=normal(m, n, seed=3), accumulate=1, **options)
     for m, n, k in ((3, 20, 424), (20, 17, 264), (40, 16, 264), (70, 18, 264)):
@@ -444,13 +471,13 @@ def large(hip):
 
 
 def test_where_few_rows_end(large):
-    """Up to 64 rows the kernel for few; above, tiles, but on gfx942 for a K that is no whole stages, or of chunks."""
+    """Up to 64 rows the kernel for few; above, tiles, on gfx942 where they fill the device."""
     large.executes = False
     kind = ARCHS[large.arch]
-    for m, k, chunk in itertools.product((64, 65), (128, 136), (0, 64)):
-        x, w = normal(m, k, dtype="bf16"), normal(640, k, dtype="bf16")
+    for m, n, k, chunk in itertools.product((64, 65), (9664, 9728), (128, 136), (0, 64)):  # of 64 columns 151 and 152
+        x, w = normal(m, k, dtype="bf16"), normal(n, k, dtype="bf16")
         gemm(large, x, w, function="pydet_skinny_gemm", arithmetic=ARITHMETIC[kind], k_chunk=chunk)
-        few = m == 64 or (large.arch == "gfx942" and (k == 136 or chunk > 0))
+        few = m == 64 or (large.arch == "gfx942" and n == 9664)
         assert last_kernel(large) == (f"hip_skinny_gemm_{kind}_mfma" if few else f"hip_gemm_{kind}_mfma_64x64")
 
 
@@ -1239,6 +1266,9 @@ def problem_for(hip, kernel):
         ),
         "skinny_ieee_kernel": product(normal(3, 600), normal(20, 600), "hip_skinny_gemm_ieee", **ieee, **skinny),
         "skinny_mfma_kernel": chunks,
+        "skinny_mfma_chain_kernel": product(
+            normal(20, 1720, **bf16), normal(30, 1720, **bf16), f"hip_skinny_gemm_{kind}_mfma", **matrix, **skinny
+        ),
         "norm_kernel": norm,
         "norm_general_kernel": norm,
         "norm_backward_kernel": backward,
@@ -1263,7 +1293,7 @@ def problem_for(hip, kernel):
 MUTATED = (
     *("gemm_ieee_kernel", "gemm_mfma_kernel", "skinny_ieee_kernel", "skinny_mfma_kernel", "norm_kernel"),
     *("norm_general_kernel", "norm_backward_kernel", "softmax_kernel", "softmax_long_kernel"),
-    *("gemm_mfma_kernel, whole", "rmsnorm_dweight_kernel"),
+    *("gemm_mfma_kernel, whole", "skinny_mfma_chain_kernel", "rmsnorm_dweight_kernel"),
 )
 
 

@@ -120,6 +120,9 @@ pydet_status gemm_mfma_64(const Gemm &);
 pydet_status gemm_mfma_128(const Gemm &);
 pydet_status grouped_gemm_mfma_64(const GroupedGemm &);
 
+// amd/skinny_mfma_chain.cu: the part of skinny_mfma without chunks
+pydet_status skinny_mfma_chain(const Gemm &);
+
 // amd/skinny_mfma.cu
 bool skinny_mfma_takes(const Gemm &);
 pydet_status skinny_mfma(const Gemm &);

@@ -1,7 +1,7 @@
 """What one stage of a HIP kernel's loop does, and a time for it, from the machine code: nothing here was measured.
 
     python tools/amd/estimate.py LIBRARY [--arch gfx942] [--kernel NAME] [--dtype bf16] [--k-chunk 512 [--workspace]]
-        MxNxK ...
+        [--latency 800] MxNxK ...
 
 The library makes the launch on the stand-in runtime (fakehip.py), the interpreter (gcn.py) executes its first
 workgroup, and each instruction of the first wave is given a time by the model below. Printed are, for the loop over K,
@@ -12,8 +12,8 @@ The model, in cycles of one SIMD (AMD's instruction set guides; where they are s
 - A wave issues one instruction at a time: 4 for vector, scalar and memory instructions, 8 for 64-bit vector ones.
 - A matrix instruction keeps its unit for 16 (16x16x16) or 32 (32x32x8), twice that on gfx90a; the next one waits for
   it, and so does what reads its result.
-- LDS answers after 64, and hands out 128 bytes a cycle to a CU; memory answers after 800 (weights are read once, so no
-  cache has them), scalar loads after 200. What waits is s_waitcnt, or a barrier, which costs 40.
+- LDS answers after 64, and hands out 128 bytes a cycle to a CU; memory answers after 800, or --latency (weights are
+  read once, so no cache has them), scalar loads after 200. What waits is s_waitcnt, or a barrier, which costs 40.
 - The loads of a CU's waves, all 64 lanes of each, take its cache a cycle for 64 bytes.
 - Waves of a SIMD share its issue: a workgroup takes the longer of its first wave's own time, and the issue and matrix
   time of all waves that are on the SIMD at once.
@@ -56,13 +56,14 @@ class Chip:
     matrix: dict  # cycles of a matrix instruction by its shape
     registers: int = 512  # a lane of a SIMD has, for all its waves
     lds: int = 65536
+    latency: int = 800  # cycles until memory answers
 
 
 CHIPS = {
     "gfx942": Chip("MI300X", 304, 2.1e9, 5.3e12, {"16x16x16": 16, "32x32x8": 32}),
     "gfx90a": Chip("MI250X, one die", 110, 1.7e9, 1.6e12, {"16x16x16": 32, "32x32x8": 64}),
 }
-ISSUE, WIDE, LDS, MEMORY, SCALAR, BARRIER, LAUNCH = 4, 8, 64, 800, 200, 40, 2e-6
+ISSUE, WIDE, LDS, SCALAR, BARRIER, LAUNCH = 4, 8, 64, 200, 40, 2e-6
 PRODUCTS = ("v_mfma", "v_fma_f32", "v_fmac_f32", "v_pk_fma_f32", "v_fma_mix_f32")
 KINDS = ("MFMA", "VALU", "SALU", "LDS", "loads", "stores")
 
@@ -134,7 +135,7 @@ class Clock:
             self.asked += bytes_of(name) * gcn.LANES if kind == "loads" and name[0] != "s" else 0
             counters = {"s": ["lgkmcnt"], "f": ["vmcnt", "lgkmcnt"]}.get(name[0], ["vmcnt"])
             for counter in counters:
-                done = self.now + (SCALAR if name[0] == "s" else MEMORY)
+                done = self.now + (SCALAR if name[0] == "s" else self.chip.latency)
                 self.queues[counter].append(max([done, *self.queues[counter][-1:]]))
         elif kind == "LDS":
             transfer = bytes_of(name) * gcn.LANES // 128
@@ -377,11 +378,13 @@ def main():
     parser.add_argument(
         "--workspace", action="store_true", help="with the memory that pydet_skinny_gemm_workspace says"
     )
+    parser.add_argument("--latency", type=int, default=800, help="cycles until memory answers")
     arguments = parser.parse_args()
     if missing := fakehip.missing(arguments.library):
         sys.exit("; ".join(missing))
     with tempfile.TemporaryDirectory() as folder:
         library = Library(arguments.library.resolve(), arguments.arch, pathlib.Path(folder))
+        library.chip = dataclasses.replace(library.chip, latency=arguments.latency)
         for shape in arguments.shapes:
             m, n, k = map(int, shape.split("x"))
             if arguments.dtype in FP8:

@@ -22,12 +22,11 @@ bool is_gfx942(const Device &device) { return gpu_facts(device.id).arch == 0x942
 bool is_gfx90a(const Device &device) { return gpu_facts(device.id).arch == 0x90a && is_built(device); }
 constexpr Machine kGfx942 = {"gfx942", is_gfx942}, kGfx90a = {"gfx90a", is_gfx90a}, kBuilt = {kBuiltFor, is_built};
 
-// Every wave reads all of x. From 65 rows on tiles of 64x64 are faster, on gfx942 where K is whole stages of theirs or
-// the tiles fill the device (estimated: tools/amd/limits.md).
+// Every block reads all of x. From 65 rows on tiles of 64x64 are faster, on gfx942 where they fill the device (estimated:
+// tools/amd/limits.md).
 bool skinny_cdna2_prefers(const Gemm &g) { return g.m <= 64; }
 bool skinny_cdna3_prefers(const Gemm &g) {
-  const bool whole = g.k % 64 == 0 && g.k_chunk == 0;
-  return g.m <= 64 || (!whole && divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id));
+  return g.m <= 64 || divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id);
 }
 
 // What kernels do, of what problems need. Each set is spelled out: a new feature belongs to no row until it is named here.

@@ -30,6 +30,14 @@ constexpr int kUnit = 4;  // k in the 8 bytes that a lane holds
 #endif
 }
 
+// This scalar, from which the compiler works nothing out before, to keep it in registers.
+[[maybe_unused]] __device__ __forceinline__ int decided_late(int scalar) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  asm volatile("" : "+s"(scalar));
+#endif
+  return scalar;
+}
+
 // `count` elements from `from`, of which `valid` are there; the rest is 0.
 template <int count>
 __device__ __forceinline__ void read(uint32_t *words, const uint16_t *from, int valid, bool aligned) {

@@ -1,40 +1,27 @@
-// y = round(chain_k(x, w) + bias) for few rows of x and many weights, on AMD's matrix cores: arithmetic cdna3 on
-// gfx942, cdna2 on gfx90a.
+// y = round(sum of chunks of k + bias) for few rows of x and many weights, on AMD's matrix cores: arithmetic cdna3 on
+// gfx942, cdna2 on gfx90a. Without chunks: skinny_mfma_chain.cu.
 //
-//   chain: one accumulator, k ascending in MFMAs of 16x16x16, from +0 or y; or chains of k_chunk, their sums added
-//   ascending. +0 is added at the end of every chain (gemm_mfma.cu)
+//   chain: one accumulator, a chunk's k ascending in MFMAs of 16x16x16, from +0; the sums of chunks are added ascending
+//   to +0 or y. +0 is added at the end of every chain (gemm_mfma.cu)
 //
 // A wave makes 16 rows of w (columns of y) for all of x, up to 128 rows. Both operands go from memory straight into the
-// registers of their MFMA, 8 bytes a lane, 6 to 28 MFMA steps ahead: about 60 loads are always on the way, which is what
-// the counter of a wave holds. Nothing is shared, so nothing waits for another wave; x comes from the caches, which a
-// block's waves, of different rows of w, ask for the same at about the same time. w is the left operand, so that a lane
-// ends with four neighbours of y. A block is 4 waves where N gives every compute unit one, else a single wave. With
-// k_chunk a block's waves make chunks of the same 16 rows side by side, and the first wave adds them in order; or, where
-// chunks are many, N is small and the caller gave a workspace, every chunk has a block, and a second kernel adds them.
-// K is a multiple of 8 and rows are aligned; gemm_mfma.cu takes the rest. No chain is split, so fast mode has nothing to
-// gain here and is the same.
+// registers of their MFMA, 8 bytes a lane, 6 to 16 MFMA steps ahead. x comes from the caches, which a block's waves, of
+// different chunks, share with other blocks. w is the left operand, so that a lane ends with four neighbours of y. A
+// block's waves make chunks of the same 16 rows side by side, and the first wave adds them in order; or, where chunks
+// are many, N is small and the caller gave a workspace, every chunk has a block, and a second kernel adds them. K is a
+// multiple of 8 and rows are aligned; gemm_mfma.cu takes the rest. No chain is split, so fast mode has nothing to gain
+// here and is the same.
 
-#include "gpu/kernels.h"
-#include "gpu/amd/mfma.h"
-#include "ops/gemm/problem.h"
+#include "gpu/amd/skinny_mfma.h"
 
 namespace pydet {
 namespace {
 
-constexpr int kRows = 16, kMostTiles = 8;  // rows of x in a tile, and tiles
-constexpr int kPiece = 8;                  // what K is a multiple of
-constexpr int kQuad = 4;                   // neighbours in y that a lane ends with
-using M = Mfma<kRows>;
-static_assert(M::kCount == kQuad, "a lane's accumulators are one quad");
+constexpr int kPiece = 8;  // what K is a multiple of
 
-// Steps of 16 k on the way: a load of w and one of each tile of x each, of the 63 that a wave can wait for. A chunk is
-// short and has other waves beside it: fewer, which a chunk of 512 is whole rounds of but for the most tiles.
-template <int tiles, bool chunked>
-constexpr int kAhead = chunked ? (tiles == 1   ? 16
-                                  : tiles == 2 ? 16
-                                  : tiles == 4 ? 8
-                                               : 6)
-                               : (tiles == 1 ? 28 : 60 / (1 + tiles));
+// Steps of 16 k on the way: a load of w and one of each tile of x each, of the 63 that a wave can wait for. Other waves
+// are beside it: fewer than that, which a chunk of 512 is whole rounds of but for the most tiles.
+template <int tiles> constexpr int kAhead = tiles <= 2 ? 16 : tiles == 4 ? 8 : 6;
 // Waves that make chunks side by side: their sums meet in shared memory.
 template <int tiles> constexpr int kChunkWaves = tiles == kMostTiles ? 4 : 8;  // more leave too little shared memory
 
@@ -46,7 +33,6 @@ constexpr int kJoinThreads = 64;
 
 // Where the sums of chunks meet.
 enum class Chunks {
-  none,    // there are none
   beside,  // a block's waves make them, in shared memory
   apart    // a block makes one, in the workspace: [chunk][row of x][n], n rounded up to whole waves
 };
@@ -135,38 +121,21 @@ __device__ __forceinline__ void run(M::Accumulators (&chain)[tiles], Sources<til
 #endif
 }
 
-__device__ __forceinline__ void add_bias(M::Accumulators &sum, const Gemm &problem, int64_t row, int64_t n, int count) {
-  with_type<kUnscaledTypes>(problem.bias.type, [&](auto type) {
-#pragma unroll
-    for (int e = 0; e < kQuad; ++e)
-      if (e < count)
-        sum[e] += load_f32(problem.bias.data, type, row * problem.bias.row_stride + (n + e) * problem.bias.col_stride);
-  });
-}
-
-__device__ __forceinline__ void store_quad(const M::Accumulators &sum, const Gemm &problem, int64_t row, int64_t n,
-                                           int count) {
-  const float four[kQuad] = {sum[0], sum[1], sum[2], sum[3]};
-  store_four(problem.out.data, problem.out.type, row * problem.out.row_stride + n, four, count);
-}
-
-// `waves` of a block: of rows of w, or of chunks. A wave has `rows` of w, 4, 8 or 16: of fewer than 16 its lanes hold
-// copies.
+// `waves` of a block make chunks side by side, of the same `rows` of w, 4, 8 or 16: of fewer than 16 lanes hold copies.
 template <Type type, int tiles, int waves, Chunks chunks>
 __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_constant__ Gemm problem, int rows) {
   if constexpr (kHasMfma) {
-    constexpr bool kBeside = chunks == Chunks::beside, kApart = chunks == Chunks::apart;
-    constexpr int kSteps = kAhead < tiles, kBeside || kApart > ;
+    constexpr bool kBeside = chunks == Chunks::beside;
+    constexpr int kSteps = kAhead<tiles>;
     __shared__ float4 sums[kBeside ? waves : 1][kBeside ? tiles : 1][kWave];
     const int wave = int(threadIdx.x) / kWave, lane = int(threadIdx.x % kWave);
     const int lane_k = lane / kRows * kUnit;
-    const int block_rows = kBeside ? rows : rows * waves;
-    const int64_t step = int64_t(gridDim.x) * block_rows, chunk = kApart ? blockIdx.y : 0;
+    const int64_t step = int64_t(gridDim.x) * rows, chunk = kBeside ? 0 : blockIdx.y;
     const int column = lane / kRows * kQuad;  // of this lane's quads, in its wave's rows of w
     loaded_by_now(int(gridDim.x));
 
-    for (int64_t first = int64_t(blockIdx.x) * block_rows; first < problem.n; first += step) {
-      const int64_t n0 = first + (kBeside ? 0 : wave * rows), n = n0 + column;
+    for (int64_t n0 = int64_t(blockIdx.x) * rows; n0 < problem.n; n0 += step) {
+      const int64_t n = n0 + column;
       const int count = column < rows ? clamped(problem.n - n, kQuad) : 0;
       const int64_t w_row = n0 + (lane & (rows - 1));
       // Rows past N are copies of the last one, rows past M of the first; their sums are never stored.
@@ -191,17 +160,17 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
         }
       };
       M::Accumulators total[tiles] = {};
-      if (!kApart && problem.accumulate) {
+      if (kBeside && problem.accumulate) {
         each([&](int i, int row) {
           const float *at = reinterpret_cast<const float *>(problem.out.data) + row * problem.out.row_stride + n;
 #pragma unroll
           for (int e = 0; e < kQuad; ++e)
             if (e < count) total[i][e] = at[e];
         });
-        if constexpr (kBeside) wait_for_loads();  // else each sum's first use waits, for what is on the way by then
+        wait_for_loads();  // else each sum's first use waits, for what is on the way by then
       }
 
-      if constexpr (kApart) {
+      if constexpr (!kBeside) {
         const int64_t start = chunk * problem.k_chunk, left = problem.k - start;
         from.advance(start);
         run<type, kSteps>(total, from, left < problem.k_chunk ? left : problem.k_chunk, lane_k);
@@ -212,11 +181,6 @@ __global__ void __launch_bounds__(kWave *waves) skinny_mfma_kernel(const __grid_
               make_float4(sum[0], sum[1], sum[2], sum[3]);
         });
         continue;
-      } else if constexpr (!kBeside) {
-        run<type, kSteps>(total, from, problem.k, lane_k);
-#pragma unroll
-        for (int i = 0; i < tiles; ++i)
-          if (problem.k > 0) total[i] += 0.0f;
       } else {
         for (int64_t start = 0; start < problem.k; start += waves * problem.k_chunk) {
           const int64_t mine = start + wave * problem.k_chunk, left = problem.k - mine;
@@ -288,47 +252,15 @@ bool is_aligned(const Matrix &matrix, int64_t rows, int64_t stride, int bytes) {
          (rows == 1 || stride * size_of(matrix.type) % bytes == 0);
 }
 
-// Rows of w for a wave: fewer where that gives more compute units work, but not fewer than half of what it reads of x.
-int wave_rows(const Gemm &g, int64_t chunks) {
-  const int64_t units = gpu_multiprocessors(g.device.id);
-  int rows = kRows;
-  while (rows > 4 && rows >= g.m && divide_up(g.n, rows / 2) * chunks <= units) rows /= 2;
-  return rows;
-}
-
-constexpr int64_t kMaxBlocks = 1 << 20;       // more rows of w than those of so many are walked in turns
 constexpr int64_t kMaxApart = (1 << 16) - 1;  // blocks along a grid's y
 
 template <Type type, int tiles, int waves, Chunks chunks> pydet_status launch_waves(const Gemm &g) {
   const int64_t apart = chunks == Chunks::apart ? divide_up(g.k, g.k_chunk) : 1;
-  const int rows = waves > 1 && chunks == Chunks::none ? kRows : wave_rows(g, apart);
-  const int block_rows = chunks == Chunks::beside ? rows : rows * waves;
-  const int64_t blocks = divide_up(g.n, block_rows);
+  const int rows = wave_rows(g, apart);
+  const int64_t blocks = divide_up(g.n, rows);
   Launch shape = {"skinny_gemm_mfma", static_cast<gpu_stream>(g.stream),
                   dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks), unsigned(apart)), dim3(kWave * waves)};
   return launch(shape, skinny_mfma_kernel<type, tiles, waves, chunks>, g, rows);
-}
-
-template <Type type, int tiles> pydet_status launch_tiles(const Gemm &g) {
-  if (g.k_chunk > 0) {
-    Gemm chunked = g;  // a chunk of more than K is one of K, and no multiple of it overflows
-    chunked.k_chunk = g.k_chunk < g.k ? g.k_chunk : (g.k + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
-    return launch_waves<type, tiles, kChunkWaves<tiles>, Chunks::beside>(chunked);
-  }
-  const bool many = g.n / (4 * kRows) >= gpu_multiprocessors(g.device.id);
-  return many ? launch_waves<type, tiles, 4, Chunks::none>(g) : launch_waves<type, tiles, 1, Chunks::none>(g);
-}
-
-// Calls f(type, tiles) for the kernel that this problem has.
-template <class F> pydet_status with_tiles(const Gemm &g, const F &f) {
-  DeviceGuard guard(g.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("skinny_gemm_mfma", guard.error());
-  return with_type<kHalfTypes>(g.a.type, [&](auto type) {
-    if (g.m <= kRows) return f(type, std::integral_constant<int, 1>{});
-    if (g.m <= 2 * kRows) return f(type, std::integral_constant<int, 2>{});
-    if (g.m <= 4 * kRows) return f(type, std::integral_constant<int, 4>{});
-    return f(type, std::integral_constant<int, kMostTiles>{});
-  });
 }
 
 }  // namespace
@@ -340,7 +272,11 @@ bool skinny_mfma_takes(const Gemm &g) {
 }
 
 pydet_status skinny_mfma(const Gemm &g) {
-  return with_tiles(g, [&](auto type, auto tiles) { return launch_tiles<type, tiles>(g); });
+  if (g.k_chunk == 0) return skinny_mfma_chain(g);
+  Gemm chunked = g;  // a chunk of more than K is one of K, and no multiple of it overflows
+  chunked.k_chunk = g.k_chunk < g.k ? g.k_chunk : (g.k + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
+  return with_tiles(
+      g, [&](auto type, auto tiles) { return launch_waves<type, tiles, kChunkWaves<tiles>, Chunks::beside>(chunked); });
 }
 
 // ---- Chunks apart ------------------------------------------------------------------------------------------------
