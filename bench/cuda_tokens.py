@@ -261,8 +261,8 @@ def stock_loss(x, w, target, as_fp32):
 def head_step(tokens, hidden, vocabulary):
     """The mean loss with its gradients by x and w; of the library's own function in C, with dw in fp32, in 256 MB."""
     x, w, target = normal(tokens, hidden), (0.02 * normal(vocabulary, hidden)), integers(vocabulary, tokens)
-    dw = torch.empty(vocabulary, hidden, device="cuda")
-    of_rows = torch.full((tokens,), -1.0 / tokens, device="cuda")
+    dw = torch.empty(vocabulary, hidden, device=DEVICE)
+    of_rows = torch.full((tokens,), -1.0 / tokens, device=DEVICE)
     in_fp32 = partial(pydet.linear_log_prob_backward, of_rows, x, w, target, dw=dw, of_log_prob=True)
     x, w = (t.detach().requires_grad_() for t in (x, w))
     d = normal(tokens, vocabulary)
