@@ -55,10 +55,10 @@ class Row:
 
 class Cpu:
     """The wall clock. A sample starts with calls that are not timed, for as long as the threads of the variant before
-    may spin (OpenBLAS: 2^26 cycles). One in which this process's threads waited for a core is taken again; the last of
-    RETRIES counts as it is, and as disturbed."""
+    may spin (OpenBLAS 0.3.31: some 100 ms on a Zen 4). One in which this process's threads waited for a core is taken
+    again; the last of RETRIES counts as it is, and as disturbed."""
 
-    SETTLE_SECONDS = 0.04
+    SETTLE_SECONDS = 0.12
     WAITED = 0.01  # of the sample's time
     RETRIES = 6
     SAMPLES = 15  # of each variant of a row
