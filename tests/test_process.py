@@ -589,6 +589,29 @@ def print_thread_count_of_one_cpu():
     print(thread_count())
 
 
+def call_beside_a_spinning_process():
+    everywhere, before = os.sched_getaffinity(0), {*os.listdir("/proc/self/task")}
+    x = np.ones((256, 256), np.float32)
+    pydet.gemm(x, x)
+    pool = {*os.listdir("/proc/self/task")} - before
+    mine, other = sorted(everywhere)[:2]
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(spinning.pid, [other])
+        os.sched_setaffinity(0, [mine])  # of this thread alone
+        for _ in range(300):
+            assert (pydet.gemm(x, x) == 256).all()
+        print(len(pool), *{os.sched_getaffinity(int(thread)) == everywhere for thread in pool})
+    finally:
+        spinning.kill()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_affinity_of_the_pool_stays():
+    """A thread moves off its caller's CPU where others spin elsewhere; it may run there again."""
+    assert in_own_process(call_beside_a_spinning_process, PYDET_NUM_THREADS="2").split() == ["1", "True"]
+
+
 def test_thread_count_of_the_machine():
     empty = {"PYDET_NUM_THREADS": "none", "OMP_NUM_THREADS": "none"}
     assert int(in_own_process(print_thread_count, **empty).split()[0]) <= len(os.sched_getaffinity(0))

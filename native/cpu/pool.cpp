@@ -12,6 +12,7 @@
 #include <initializer_list>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -57,6 +58,15 @@ static_assert(sizeof(Futex) == 4, "the kernel's futex is the atomic's own word")
 
 void sleep_while(Futex &at, uint32_t value) { syscall(SYS_futex, &at, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0); }
 void wake(Futex &at, int count) { syscall(SYS_futex, &at, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0); }
+
+// Moves this thread off a CPU where it may run on another; then it may run where it could before.
+void leave(int cpu) {
+  cpu_set_t all, others;
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;  // the machine has more than the set holds
+  others = all;
+  CPU_CLR(unsigned(cpu), &others);
+  if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
 
 int64_t nanoseconds() {
   timespec now;
@@ -113,6 +123,7 @@ std::atomic<bool> making_threads{false};
 std::atomic<int64_t> next_attempt{0};  // when threads may be made again after that failed
 Futex posts{0};                        // counts jobs; idle threads sleep on it
 std::atomic<int> sleepers{0};
+std::atomic<int> cpu_of_caller{-1};  // the latest one's
 
 // A unit of the job, for one more thread (`cost` is kSeat + 1) or for one that has joined (1). Returns how many were left.
 uint64_t claim(Job &job, uint64_t cost) {
@@ -179,6 +190,9 @@ void *run_worker(void *) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);  // before the futex reads `posts`: see share()
     sleep_while(posts, seen);
     sleepers.fetch_sub(1, std::memory_order_relaxed);
+    // Where threads of others spin on all other CPUs, as OpenBLAS's do after a call, Linux wakes a thread on its caller's.
+    const int cpu = cpu_of_caller.load(std::memory_order_relaxed);
+    if (cpu >= 0 && sched_getcpu() == cpu) leave(cpu);
   }
 }
 
@@ -254,6 +268,7 @@ void share(int64_t count, int64_t threads, Scratch &scratch, void (*task)(const 
   const uint64_t open = uint64_t(threads - 1) * kSeat + uint64_t(units);
   job->open.store(open, std::memory_order_release);
   posted.fetch_or(bit, std::memory_order_release);
+  cpu_of_caller.store(sched_getcpu(), std::memory_order_relaxed);
   posts.fetch_add(1, std::memory_order_seq_cst);  // then `sleepers` is read: one of the two sides sees the other
   wake_some(open);
 
