@@ -601,15 +601,19 @@ def call_beside_a_spinning_process():
         os.sched_setaffinity(0, [mine])  # of this thread alone
         for _ in range(300):
             assert (pydet.gemm(x, x) == 256).all()
-        print(len(pool), *{os.sched_getaffinity(int(thread)) == everywhere for thread in pool})
     finally:
         spinning.kill()
+    allowed = lambda: [os.sched_getaffinity(int(thread)) == everywhere for thread in pool]
+    end = time.monotonic() + 10
+    while not all(allowed()) and time.monotonic() < end:  # one may be on its way
+        time.sleep(0.01)
+    print(*allowed())
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
 def test_affinity_of_the_pool_stays():
     """A thread moves off its caller's CPU where others spin elsewhere; it may run there again."""
-    assert in_own_process(call_beside_a_spinning_process, PYDET_NUM_THREADS="2").split() == ["1", "True"]
+    assert in_own_process(call_beside_a_spinning_process, PYDET_NUM_THREADS="2").split() == ["True"]
 
 
 def test_thread_count_of_the_machine():
