@@ -38,7 +38,6 @@ struct Plan {
   int64_t row_tasks, column_tasks;
   int64_t slab, depth;                 // steps of k that a task packs of a, and of b, at a time
   bool in_place;                       // chains wait in out
-  bool unpacked;                       // b is read where it is
   int64_t panels;                      // that are packed together
   int64_t panel_at, sums_at, turn_at;  // in scratch memory, where the strips come first
 };
@@ -76,15 +75,47 @@ void advance(Chain chain, Steps steps, int64_t a_step, int64_t b_step, const Gem
 struct Panel {
   int64_t columns, padded;
   Matrix out;
-  bool in_place, unpacked;  // as of the plan
-  Tile total, open_chunk;   // its sums: see Sums
+  bool in_place;           // as of the plan
+  Tile total, open_chunk;  // its sums: see Sums
 };
+
+// Columns `first` to `last` of b, some steps of k, into panels.
+template <class T>
+void pack_group(const Matrix &b, int64_t k, int64_t depth, int64_t first, int64_t last, float *to, float *turn) {
+  using Stored = typename T::Stored;
+  constexpr int64_t kColumns = Tiles::kColumns;
+  if (b.col_stride == 1) return pack_panels<T>((const Stored *)at(b, k, first), b.row_stride, last - first, depth, to);
+  for (int64_t column = first; column < last; column += kColumns, to += depth * kColumns) {
+    pack<T>((const Stored *)at(b, k, column), b.col_stride, b.row_stride, least(kColumns, last - column), depth, to,
+            kColumns, turn);
+  }
+}
+
+// What is packed next, of a task's a and b, after columns `first` to `last` up to step `k` of a slab.
+Ahead after_group(const Plan &plan, const Matrix &a, const Matrix &b, int64_t k, int64_t k_slab, int64_t slab,
+                  int64_t first, int64_t last) {
+  auto of_b = [&](int64_t k, int64_t steps, int64_t column) {
+    return part(b, k, least(plan.depth, steps), column, least(last - first, b.cols - column));
+  };
+  Ahead ahead;
+  if (k < k_slab + slab) {
+    ahead.add(of_b(k, k_slab + slab - k, first));
+  } else if (last < b.cols) {
+    ahead.add(of_b(k_slab, slab, last));
+  } else if (k < a.cols) {
+    const int64_t next_slab = least(plan.slab, a.cols - k);
+    ahead.add(part(a, 0, a.rows, k, next_slab));
+    ahead.add(of_b(k, next_slab, 0));
+  }
+  return ahead;
+}
 
 // out = round(a b + bias) for one task; a, b, bias and out are its own rows and columns.
 template <class S, class T>
 __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const Matrix &a, const Matrix &b,
                                      const Matrix &bias, const Matrix &out, float *scratch) {
   using Stored = typename T::Stored;
+  constexpr bool kPacks = S::kWay == Way::tiles;  // else b is read where it is
   float *strips = scratch, *panel = scratch + plan.panel_at, *sums = scratch + plan.sums_at;
   float *turn = scratch + plan.turn_at;
   const int64_t k = gemm.k;
@@ -112,7 +143,6 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
         // The chain of an unfinished chunk, where total holds the chunks before it.
         const int64_t totals = (plan.in_place ? S::kColumns : plan.columns) * out.rows;
         p.open_chunk = {sums + totals + column * out.rows, p.padded};
-        p.unpacked = plan.unpacked && (S::kWay != Way::tiles || p.columns == p.padded);
         return p;
       };
       if (k_slab == 0 && gemm.accumulate) {
@@ -123,48 +153,24 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
       }
       do {
         const int64_t depth = least(plan.depth, k_slab + slab - k_panel);
-        float *packed = panel;
-        const bool together = S::kWay == Way::tiles && !plan.unpacked && b.col_stride == 1;
-        if (together) {
-          pack_panels<T>((const Stored *)at(b, k_panel, first), b.row_stride, last - first, depth, panel);
-        }
-        for (int64_t column = first; column < last && !together; column += S::kColumns) {
-          const Panel p = panel_of(column);
-          const Stored *b_at = (const Stored *)at(b, k_panel, column);
-          if (!p.unpacked) {
-            pack<T>(b_at, b.col_stride, b.row_stride, p.columns, depth, packed, p.padded, turn);
-            packed += depth * p.padded;
-          }
-        }
         Ahead ahead;
-        if (S::kWay == Way::tiles && !plan.unpacked) {
-          const int64_t k_next = k_panel + depth, columns = last - first;
-          auto b_part = [&](int64_t k, int64_t depth, int64_t column) {
-            return part(b, k, depth, column, least(columns, out.cols - column));
-          };
-          if (k_next < k_slab + slab) {
-            ahead.add(b_part(k_next, least(plan.depth, k_slab + slab - k_next), first));
-          } else if (last < out.cols) {
-            ahead.add(b_part(k_slab, least(plan.depth, slab), last));
-          } else if (k_next < k) {
-            const int64_t next_slab = least(plan.slab, k - k_next);
-            ahead.add(part(a, 0, out.rows, k_next, next_slab));
-            ahead.add(b_part(k_next, least(plan.depth, next_slab), 0));
-          }
+        if constexpr (kPacks) {
+          pack_group<T>(b, k_panel, depth, first, last, panel, turn);
+          ahead = after_group(plan, a, b, k_panel + depth, k_slab, slab, first, last);
         }
         int64_t calls = divide_up(out.rows, S::kRows) * divide_up(last - first, S::kColumns);
         const int64_t asking = ahead.calls(depth);
         for (int64_t row = 0; row < out.rows; row += S::kRows) {
           const int64_t rows = least(S::kRows, out.rows - row);
           auto of_strip = [&](Tile tile) { return Tile{tile.p + row * tile.stride, tile.stride}; };
-          packed = panel;
+          const float *packed = panel;
           for (int64_t column = first; column < last; column += S::kColumns) {
             const Panel p = panel_of(column);
             Steps steps = {};
             steps.columns = p.columns;
             steps.a = strips + row * slab + (k_panel - k_slab) * rows;
-            steps.b = p.unpacked ? (const void *)at(b, k_panel, column) : packed;
-            steps.b_stride = !p.unpacked ? p.padded : S::kWay == Way::transposed ? b.col_stride : b.row_stride;
+            steps.b = kPacks ? (const void *)packed : at(b, k_panel, column);
+            steps.b_stride = kPacks ? p.padded : S::kWay == Way::transposed ? b.col_stride : b.row_stride;
             const bool wraps = column + S::kColumns >= last;
             const Panel next = panel_of(wraps ? first : column + S::kColumns);
             steps.next = {next.total.p + (row + (wraps ? rows : 0)) * next.total.stride, next.total.stride};
@@ -173,7 +179,7 @@ __attribute__((noinline)) void block(const Gemm &gemm, const Plan &plan, const M
               if (out.cols - last >= kWidth) steps.ask = at(b, k_panel, last);
               else if (k_panel + depth < k) steps.ask = at(b, k_panel + depth, 0);
             }
-            const int64_t b_step = p.unpacked ? b.row_stride * size_of(b.type) : p.padded * size_of(Type::f32);
+            const int64_t b_step = kPacks ? p.padded * size_of(Type::f32) : b.row_stride * size_of(b.type);
             advance(S::template chain<T>(rows), steps, rows * size_of(Type::f32), b_step, gemm,
                     {of_strip(p.total), of_strip(p.open_chunk)}, k_panel, k_panel + depth);
             packed += depth * p.padded;
@@ -205,7 +211,6 @@ template <class S> Plan cut(const Gemm &gemm, int64_t threads) {
   Plan plan;
   const bool streams = S::kWay == Way::across;
   plan.in_place = gemm.out.type == Type::f32 && gemm.out.col_stride == 1;
-  plan.unpacked = S::kWay != Way::tiles;
   plan.depth = S::kWay == Way::transposed ? kStripFloats / S::kRows : streams ? kStreamDepth : kDepth;
   plan.panels = S::kWay == Way::tiles ? kGroupColumns / S::kColumns : 1;
 
