@@ -73,6 +73,14 @@ def tokens():
     return torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
+def normal(model):
+    """With weights by which attention does more than average."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
 def made(family):
     """A minute model of a family with eager attention, or why there is none."""
     config, problems = transformers.CONFIG_MAPPING[family], []
@@ -85,11 +93,8 @@ def made(family):
                 problems.append(f"{count} parameters")
                 continue
             torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(settings).eval()
-            for parameter in model.parameters():  # so that attention does more than average
-                if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=0.2)
-            model.set_attn_implementation("eager")
+            model = transformers.AutoModelForCausalLM.from_config(settings)
+            normal(model).set_attn_implementation("eager")
             with torch.no_grad():
                 model(tokens())
             return model
@@ -129,7 +134,9 @@ def test_attention_of_a_family(calls, family):
     ids, mask = tokens(), torch.ones(2, 12, dtype=torch.long)
     mask[1, 9:] = 0
     with torch.no_grad():
-        want = [model(ids).logits, model(ids, attention_mask=mask).logits[mask == 1]]
+        # Beside a mask: without one eager attention of Moshi is not causal in Transformers 5.17.
+        whole = model(ids, attention_mask=torch.ones_like(mask)).logits
+        want = [whole, model(ids, attention_mask=mask).logits[mask == 1]]
         model.set_attn_implementation("pydet")
         if family in REFUSED:
             with pytest.raises(pydet.Error, match=f"^attention: {re.escape(REFUSED[family])}"):
@@ -144,6 +151,55 @@ def test_attention_of_a_family(calls, family):
     for ours, eager in zip(got, want, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
     assert calls["uniform"] and not torch.allclose(other, want[0], rtol=1e-3, atol=1e-3), "this would see no fault"
+
+
+def give(model, name):
+    """Its attention, to parts too that Transformers before 5.20 passes by."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel) and part._can_set_attn_implementation():
+            part.set_attn_implementation(name)
+
+
+ENCODERS = {
+    **{"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "pad_token_id": 0},
+    **{"num_decoder_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_experts": 2, "decoder_start_token_id": 0},
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("bart", "bigbird_pegasus", "blenderbot", "longt5", "m2m_100", "marian", "mbart", "mt5", "nllb-moe"),
+        *("pegasus", "pegasus_x", "plbart", "switch_transformers", "t5", "umt5"),
+    ],
+)
+def test_a_decoder_beside_an_encoder(calls, family):
+    """Sees no later token, where nobody gives it a mask either: not every one says of itself that it is causal."""
+    torch.manual_seed(0)
+    model = normal(transformers.AutoModelForSeq2SeqLM.from_config(transformers.CONFIG_MAPPING[family](**ENCODERS)))
+    given = {"input_ids": tokens(), "decoder_input_ids": tokens()[:, :6]}
+    masks = {f"{of}attention_mask": torch.ones_like(given[f"{of}input_ids"]) for of in ("", "decoder_")}
+    with torch.no_grad():
+        give(model, "eager")
+        eager = model(**given, **masks).logits
+        give(model, "pydet")
+        for more in ({}, masks):
+            torch.testing.assert_close(model(**given, **more).logits, eager, rtol=1e-3, atol=1e-3)
+    assert calls["pydet"]
+
+
+def test_hand_written_attention_beside_one_that_asks(calls):
+    """GIT's own adds its mask to scores, which a bool mask would raise by 1."""
+    sizes = {**SIZES, "vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}}
+    torch.manual_seed(0)
+    model = normal(transformers.GitForCausalLM(transformers.GitConfig(**sizes)))
+    with torch.no_grad():
+        give(model, "eager")
+        eager = model(tokens()).logits
+        give(model, "pydet")
+        torch.testing.assert_close(model(tokens()).logits, eager, rtol=0, atol=0)
 
 
 def calls_in(text):

@@ -108,7 +108,10 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-_ADDS_TO_ITS_MASK = frozenset(("doge",))  # models whose attention makes a bias of its mask, and so needs it whole
+# Models that need their mask whole: attention of Doge makes a bias of it, and that of the others' decoders does not say
+# that it is causal (of UMT5 before Transformers 5.24).
+_NEEDS_ITS_MASK = frozenset(("doge", "nllb-moe", "umt5"))
+_ADDS_ITS_MASK = frozenset(("git", "informer"))  # to scores, in hand-written attention beside one that asks for ours
 
 
 def check_dropout(dropout: float) -> None:
@@ -283,7 +286,7 @@ def register_attention(
     _refuse_k_chunk("register_attention", k_chunk)
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     except ImportError as problem:
         fail(UNSUPPORTED, f"register_attention: Transformers 4.53 or later is not here ({problem})")
 
@@ -352,12 +355,13 @@ def register_attention(
         plain = not arguments and options.get("attention_mask") is None
         plain = plain and (lengths[0] == lengths[1] is not None or lengths[0] == 1)
         config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
-        plain = plain and getattr(config, "model_type", None) not in _ADDS_TO_ITS_MASK
+        plain = plain and getattr(config, "model_type", None) not in _NEEDS_ITS_MASK
         plain = plain and (
             getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))
         )
         options["allow_is_causal_skip"] = plain and options.get("allow_is_causal_skip", True)
-        made: Tensor | None = sdpa_mask(*arguments, **options)
+        adds = getattr(config, "model_type", None) in _ADDS_ITS_MASK
+        made: Tensor | None = (eager_mask if adds else sdpa_mask)(*arguments, **options)
         return made
 
     AttentionInterface.register(name, forward)
