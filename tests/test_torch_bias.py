@@ -1,6 +1,7 @@
 """A bias that is added to scores: T5's positions, Swin's, additive masks. A sequence has the bits that it has alone."""
 
 import os
+import re
 
 import pytest
 
@@ -147,6 +148,12 @@ def sequence_to_sequence(transformers, family, dtype):
     return model.to(dtype)
 
 
+def give_attention(model, name="pydet"):
+    """To both stacks as well, which Transformers before 5.20 passes by."""
+    for part in (model, model.encoder, model.decoder):
+        part.set_attn_implementation(name)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5", "switch_transformers"])
 def test_t5(transformers, family, dtype):
@@ -156,8 +163,9 @@ def test_t5(transformers, family, dtype):
     mask = torch.stack([places >= 0, places < 7, places >= 3]).long()
     batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)[:, :6]}
     with torch.no_grad(), pt.override_aten():
+        give_attention(model, "eager")  # UMT5's decoder by sdpa sees later tokens in Transformers 5.17
         stock = model(**batch).logits
-        model.set_attn_implementation("pydet")
+        give_attention(model)
         assert not pt.convert(model).attention
         got = model(**batch).logits
         alone = torch.cat([model(**{name: x[i : i + 1] for name, x in batch.items()}).logits for i in range(3)])
@@ -176,14 +184,27 @@ def test_t5(transformers, family, dtype):
         same(torch.cat(steps, 1), got)
 
 
+def test_a_part_that_was_passed_by_is_named(transformers):
+    """By the report, and where strict refuses; not of a model that was given no attention of pydet's."""
+    model = sequence_to_sequence(transformers, "t5", torch.float32)
+    assert pt.convert(model).attention and not pt.convert(model).not_asked
+    give_attention(model)
+    model.encoder.set_attn_implementation("sdpa")
+    report, sentence = pt.convert(model), "model.set_attn_implementation('pydet') passed by encoder, as in"
+    assert report.not_asked == ["encoder"] and all(name.startswith("encoder.") for name in report.attention)
+    assert sentence in str(report) and sentence in report.verdict()
+    with pytest.raises(pydet.Error, match=re.escape(sentence)):
+        pt.convert(model, strict=True)
+
+
 def test_training_of_t5(transformers):
     """Gradients are those of eager attention, that of the relative positions' table among them."""
     ids, gradients = torch.randint(3, 64, (3, 11), generator=torch.Generator().manual_seed(1)), []
     for name in ("eager", "pydet", "pydet"):
         model = sequence_to_sequence(transformers, "t5", torch.float32)
-        model.set_attn_implementation(name)
+        give_attention(model, name)
         if name == "pydet":
-            pt.convert(model)
+            assert not pt.convert(model).attention
         model(input_ids=ids, labels=ids[:, :6].contiguous()).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     tables = [name for name in gradients[0] if "relative_attention_bias" in name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -52,12 +52,15 @@ class Conversion:
         left: the names of modules that multiply or normalise and are as they were, each with the reason.
         attention: the names of attention modules whose products and softmax are not pydet's, each with what they are.
         seen: what a forward of the sample showed; None where there was none.
+        not_asked: the names of parts with attention of their own that ``model.set_attn_implementation("pydet")`` passed
+            by: Transformers before 5.20 leaves out a part whose configuration is a copy of the model's (T5's stacks).
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     seen: Check | None = None
+    not_asked: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
@@ -67,7 +70,17 @@ class Conversion:
     def remaining(self) -> list[str]:
         """A line for each reason to leave modules, and for each kind of attention that is not pydet's."""
         lines = [f"  {count} left, {reason}: {names}" for count, reason, names in _grouped(self.left)]
-        return lines + [f"  {count} x {kind}: {names}" for count, kind, names in _grouped(self.attention)]
+        lines += [f"  {count} x {kind}: {names}" for count, kind, names in _grouped(self.attention)]
+        return lines + [f"  {self._how()}"] * bool(self.not_asked)
+
+    def _how(self) -> str:
+        """How a model of Transformers gets pydet's attention, or the rest of it."""
+        if not self.not_asked:
+            return "In Transformers: pydet.torch.register_attention(), then model.set_attn_implementation('pydet')."
+        return (
+            f"model.set_attn_implementation('pydet') passed by {', '.join(self.not_asked)}, as in Transformers before "
+            "5.20 where a part has a copy of the model's configuration: call it of each of them."
+        )
 
     def verdict(self) -> str:
         """What of the model now has bits that do not depend on the batch, and what that rests on, in a few sentences.
@@ -93,9 +106,8 @@ class Conversion:
         if self.attention:
             sentences.append(
                 f"Attention is NOT batch-invariant: {len(self.attention)} modules compute it with PyTorch, and its "
-                "bits may change with the batch, with padding, and between prefill and decoding. In Transformers: "
-                "pydet.torch.register_attention(), then model.set_attn_implementation('pydet'). Elsewhere: plain "
-                "products and a softmax, under override_aten()."
+                f"bits may change with the batch, with padding, and between prefill and decoding. {self._how()} "
+                "Elsewhere: plain products and a softmax, under override_aten()."
             )
         if not sentences:
             sentences.append("Every matrix, norm and attention that was found is pydet's.")
@@ -363,6 +375,12 @@ def _reason_to_leave(module: torch.nn.Module, may_multiply: bool) -> str | None:
     return None
 
 
+def _implementation(module: torch.nn.Module) -> str | None:
+    """The name of the attention in a configuration of Transformers."""
+    name: str | None = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name
+
+
 def _attention(module: torch.nn.Module) -> str | None:
     """What computes the attention of a module that has it, by its name or by its code; None where that is pydet, and of
     other modules."""
@@ -376,8 +394,21 @@ def _attention(module: torch.nn.Module) -> str | None:
             return None
         if any("attention" in type(x).__qualname__.lower() for x in module.modules() if x is not module):
             return None  # that one computes it
-    by = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    by = _implementation(module)
     return None if by == PYDET else f"{kind} by {repr(by) if by else 'code of its own'}"
+
+
+def _not_asked(model: torch.nn.Module, attention: Iterable[str]) -> list[str]:
+    """The parts of a model of Transformers that have these modules, and not the attention that the model was given."""
+    if _implementation(model) != PYDET:
+        return []
+    parts: dict[str, Any] = {
+        name: part
+        for name, part in model.named_modules()
+        if name and hasattr(part, "set_attn_implementation") and _implementation(part) != PYDET
+    }
+    inner = (max((x for x in parts if name.startswith(f"{x}.")), key=len, default="") for name in attention)
+    return [name for name in dict.fromkeys(inner) if name and parts[name]._can_set_attn_implementation()]
 
 
 def _slow_path(module: torch.nn.Module) -> dict[str, Any]:
@@ -466,6 +497,7 @@ def convert(
             report.left[name] = why
         if not isinstance(plan, tuple) and (what := _attention(module)):
             report.attention[name] = what
+    report.not_asked = _not_asked(model, report.attention)
     if strict and (report.left or report.attention):
         fail(UNSUPPORTED, "\n".join(["convert: strict, and this would be left:", *report.remaining()]))
     undo = remember(model)
