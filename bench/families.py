@@ -163,15 +163,21 @@ def takes_places(model: torch.nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def decoded(model: torch.nn.Module) -> int:
+def cache_of(step: transformers.utils.ModelOutput) -> dict[str, object]:
+    """What a step left for the next one, by the name that the family has for it in this version of Transformers."""
+    name = next(name for name in ("cache", "past_key_values", "cache_params") if name in step)
+    return {name: step[name]}
+
+
+def decoded(model: torch.nn.Module, gradients: bool = False) -> int:
+    """Elements of logits that differ; with gradients, where nothing switched autograd off."""
     ids, cache, steps = ids_of(model, 2, 9), {}, []
-    with torch.no_grad(), pydet.torch.override_aten():
+    with torch.set_grad_enabled(gradients), pydet.torch.override_aten():
         whole = model(ids, use_cache=False).logits
         for i in range(ids.shape[1]):
             places = {"position_ids": torch.full((2, 1), i)} if takes_places(model) else {}
             step = model(ids[:, i : i + 1], use_cache=True, **places, **cache)
-            name = "cache" if "cache" in step else "past_key_values"
-            cache = {name: step[name]}
+            cache = cache_of(step)
             steps.append(step.logits)
     return int((torch.cat(steps, 1) != whole).sum())
 

@@ -1,6 +1,7 @@
 """Scans as operators of PyTorch, and Transformers' mixers that scan, converted."""
 
 import importlib.util
+import inspect
 import os
 import pickle
 
@@ -152,6 +153,7 @@ def test_a_batch_and_padding_change_nothing(model):
 
 def test_decoding_has_the_bits_of_a_prefill(model):
     assert families.decoded(model) == 0
+    assert families.decoded(model, gradients=True) == 0
 
 
 def test_nothing_that_scans_is_left(model):
@@ -170,8 +172,7 @@ def test_a_prefill_in_pieces(model):
         for part in (slice(0, 4), slice(4, 8), slice(8, 9)):
             places = {"position_ids": torch.arange(9)[part].expand(2, -1)} if families.takes_places(model) else {}
             step = model(ids[:, part], use_cache=True, **places, **cache)
-            name = "cache" if "cache" in step else "past_key_values"
-            cache = {name: step[name]}
+            cache = families.cache_of(step)
             rows.append(step.logits)
     same(torch.cat(rows, 1), whole)
 
@@ -258,7 +259,7 @@ def test_what_is_not_known_is_left():
     kind = type(mixer).__bases__[1]
     mixer.__class__ = kind
     assert issubclass(scans.scan_class(mixer), scans.Scan)
-    known = kind.forward.__wrapped__.__wrapped__.__globals__
+    known = inspect.unwrap(kind.forward).__globals__
     was = known["mamba2_chunk_scan"]
     try:
         known["mamba2_chunk_scan"] = lambda hidden_states, dt: None

@@ -468,7 +468,7 @@ def _is_trained(module: Any, x: Any, arguments: tuple[Any, ...], options: dict[s
     """Where a cache is, its states are changed in place, and nothing is trained."""
     if not torch.is_grad_enabled() or not isinstance(x, Tensor) or x.dim() != 3:
         return False
-    if any(hasattr(y, "get_conv_state") for y in (*arguments, *options.values())):
+    if any(hasattr(y, "update_conv_state") for y in (*arguments, *options.values())):
         return False
     return any(parameter.requires_grad for parameter in module.parameters())
 
