@@ -14,6 +14,7 @@ import pytest
 
 import capi
 import rows_census
+import test_cuda_layernorm
 from rows_census import rows_fit
 
 LIBRARY = pathlib.Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "build" / "libpydet_cuda_stand_in.so"))
@@ -59,6 +60,17 @@ def test_every_kernel_is_chosen_for_one_in_a_hundred(library, found):
 def test_a_problem_goes_to_the_kernel_that_is_forced(library):
     assert library.chosen("rmsnorm", 5, 72, kernel="cuda_rmsnorm_general") == "cuda_rmsnorm_general"
     assert library.chosen("rmsnorm", 5, 72, kernel="cuda_rmsnorm_adjacent", residual=True) is None  # it refuses
+
+
+def test_each_layernorm_kernel_takes_what_its_test_on_a_gpu_asks_for(library):
+    """A range that is made narrower is seen without a GPU."""
+    kernels = [name for name in library.kernels() if "_layernorm_" in name]
+    assert len(kernels) == 14
+    for name in kernels:
+        operation = "layernorm_backward" if "_backward_" in name else "layernorm"
+        taken = [shape for shape in test_cuda_layernorm.SHAPES if library.chosen(operation, *shape, kernel=name)]
+        assert len(taken) >= test_cuda_layernorm.enough(name), name
+        assert taken == test_cuda_layernorm.RING or not name.endswith(("_chain", "_group"))
 
 
 def test_the_fit_finds_the_faster_kernel(tmp_path):
