@@ -87,6 +87,9 @@ class Cuda:
         key = id(calls), count
         if key not in self.graphs:
             stream = torch.cuda.Stream()
+            # What made the operands may be under way, and what last had their memory: rows end with calls that nobody
+            # waits for, and a row's memory goes to the next one.
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for call in calls:  # what allocates or compiles on its first call does so here
                     call()

@@ -86,6 +86,7 @@ class Run:
         """us a call: the median of 7 replays of a graph of `count` calls, on the slowest rank."""
         torch = self.torch
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which makes the operands
         with torch.cuda.stream(stream):
             for i in range(3):
                 call(i)

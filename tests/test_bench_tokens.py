@@ -1,5 +1,6 @@
 """The bench of embeddings, activations, the head, sampling and topk, all but its times: on a CPU, small."""
 
+import contextlib
 import functools
 import os
 
@@ -52,3 +53,29 @@ def test_the_command_knows_them():
     from bench import cuda
 
     assert set(cuda_tokens.ROWS) == set(cuda_tokens.RANDOM) <= set(cuda.ROWS) & set(cuda.RANDOM)
+
+
+def test_a_graphs_stream_waits_for_what_made_the_operands(monkeypatch):
+    """Without that, the product of `card()` was written over the probabilities that multinomial still read: the last
+    row's calls were under way, and its memory was free."""
+    from bench import cuda
+
+    seen = []
+
+    class Stream:
+        def wait_stream(self, other):
+            seen.append(("waits for", other))
+
+    @contextlib.contextmanager
+    def noted(kind, *arguments, **options):
+        seen.append(kind)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current stream")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "stream", functools.partial(noted, "stream"))
+    monkeypatch.setattr(torch.cuda, "graph", functools.partial(noted, "graph"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronize"))
+    cuda.Cuda().graph([lambda: seen.append("call")], 2)
+    assert seen == [("waits for", "the current stream"), "stream", "call", "synchronize", "graph", "call", "call"]
