@@ -37,8 +37,8 @@ WIDE = [
     (9, 3, 2, 128, 1, 256),
     (1, 17, 46, 50, 1, 32),
 ]
-# What a GPU's kernels of a few tokens take: states of whole vectors, around a round of 32; blocks of 16 and 32 columns, and
-# so many blocks that threads have vectors of columns.
+# What a GPU's kernels of a few tokens take: states of whole vectors, around a round of 32; blocks of 16 and 32 columns,
+# and so many blocks that threads have vectors of columns.
 STEPS = [
     (1, 1, 1, 1, 1, 4),
     (3, 1, 4, 8, 2, 16),
