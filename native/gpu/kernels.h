@@ -272,6 +272,11 @@ bool softmax_backward_strided_takes(const SoftmaxBackward &);
 bool softmax_backward_strided_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_strided(const SoftmaxBackward &);
 
+// nvidia/softmax_shifted.cu
+bool softmax_backward_shifted_takes(const SoftmaxBackward &);
+bool softmax_backward_shifted_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_shifted(const SoftmaxBackward &);
+
 // any/fold.cu
 pydet_status fold(const Fold &);
 

@@ -285,6 +285,10 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .takes(softmax_backward_strided_takes)
         .prefers(softmax_backward_strided_prefers)
         .launches(softmax_backward_strided),
+    Row("cuda_softmax_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_shifted_takes)
+        .prefers(softmax_backward_shifted_prefers)
+        .launches(softmax_backward_shifted),
     Row("cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kSoftmaxGradient)
         .takes(softmax_backward_cluster_takes)
         .prefers(softmax_backward_cluster_prefers)
