@@ -36,7 +36,8 @@ COMMON = """
 
 
 def run(source):
-    in_another_process(COMMON + source, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    flags = "--xla_force_host_platform_device_count=4"
+    in_another_process(COMMON + source, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
 
 
 def test_products():

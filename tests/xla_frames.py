@@ -121,7 +121,7 @@ def grouped(a, b, out, depth):
 def scaled(scales, more=(), *, bias=0, accumulate=0, k_chunk=128):
     attributes = {"has_a_scale": int(len(scales) > 0), "has_b_scale": int(len(scales) > 1), "has_bias": bias}
     attributes |= {"accumulate": accumulate, "arithmetic": 0, "k_chunk": k_chunk, "kernel": ""}
-    arguments = [(E4M3, (3, 200)), (E4M3, (200, 5)), *((F32, shape) for shape in (*scales, *more))]
+    arguments = [(E4M3, (3, 200)), (E4M3, (5, 200)), *((F32, shape) for shape in (*scales, *more))]
     if accumulate:
         arguments.append((F32, (3, 5)))
     in_place = ((len(arguments) - 1, 0),) if accumulate else ()
