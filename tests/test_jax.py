@@ -103,7 +103,7 @@ def all_same(got, want):
 
 
 def forced(call, kernel, device):
-    """What a call gives by the kernel of a name; None where it does not take the problem, as every one of a CPU does."""
+    """What a call gives by the kernel of a name; None where that does not take it, as every one of a CPU does."""
     try:
         return jax.block_until_ready(call(kernel))
     except Exception as problem:

@@ -43,7 +43,9 @@ def test_a_sequence_alone_and_in_the_batch(params):
     assert found.same, str(found)
     replaced, left = pj.coverage(loss, params, TOKENS)
     assert replaced["dot_general"] == 9 and replaced["exp"] == 2 and left == {"rsqrt": 2, "log": 1}
-    np.testing.assert_allclose(jax.jit(pj.convert(loss))(params, TOKENS), in_fp32(jax.jit(loss))(params, TOKENS), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(pj.convert(loss))(params, TOKENS), in_fp32(jax.jit(loss))(params, TOKENS), rtol=1e-5
+    )
 
 
 def test_a_training_step_is_its_own(params):

@@ -19,7 +19,8 @@ template <class... Problems> const pydet_xla_handler *handlers_of(Operations<Pro
 pydet_status copy_within(const char *op, const pydet_device &device, void *stream, void *to, const void *from,
                          uint64_t bytes) {
   const Backend *backend = backend_for(device.device_type);
-  return backend ? backend->copy(op, device.device_id, stream, to, from, bytes) : PYDET_OK;  // or else the operation is refused
+  return backend ? backend->copy(op, device.device_id, stream, to, from, bytes)
+                 : PYDET_OK;  // or else the operation is refused
 }
 
 Items<pydet_xla_handler> AnyOperation::xla() { return {}; }

@@ -243,7 +243,8 @@ inline void continue_from(Call &call, const pydet_xla_buffer &argument, const py
   call.expect_shape("what is continued from", argument, result.dims, result.rank);
   if (argument.dtype != result.dtype) call.fail("what is continued from and the result are of different types");
   if (call.failed() || !elements(result)) return;
-  const int64_t bytes = dtype_of_xla(result.dtype).bits / 8, extents[] = {bytes, product(call, result.dims, result.rank)};
+  const int64_t bytes = dtype_of_xla(result.dtype).bits / 8,
+                extents[] = {bytes, product(call, result.dims, result.rank)};
   call.copy_before(argument.data, result.data, uint64_t(product(call, extents, 2)));
 }
 

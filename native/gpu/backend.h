@@ -24,8 +24,10 @@ inline pydet_status gpu_copy(const char *op, int32_t id, void *stream, void *to,
     error = cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDeviceToDevice, static_cast<gpu_stream>(stream));
 #endif
   if (error == kGpuSuccess) return PYDET_OK;
-  return fail(PYDET_DEVICE_ERROR, "%s: the copy of what is continued from failed: %s (%d); the cause may be older work on "
-              "this device", op, gpu_error_text(error), int(error));
+  return fail(PYDET_DEVICE_ERROR,
+              "%s: the copy of what is continued from failed: %s (%d); the cause may be older work on "
+              "this device",
+              op, gpu_error_text(error), int(error));
 }
 
 }  // namespace pydet

@@ -161,12 +161,15 @@ class Walk:
                 how = {**self.how, "preferred_element_type": wide if accumulate is None else None}
                 numbers, precision = params["dimension_numbers"], params["precision"]
                 return dot_general(x, jnp.asarray(more[0]), numbers, precision, accumulate=accumulate, **how)
-        if name == "scatter-add" and adds_rows(params, x, *(given := [jnp.asarray(y) for y in more])):
+        if name == "scatter-add":
+            ids, rows = (jnp.asarray(y) for y in more)
+            if not adds_rows(params, x, ids, rows):
+                return None
             if accumulate is not None:
-                return scatter_add(params, x, *given, accumulate, "float32")
+                return scatter_add(params, x, ids, rows, accumulate, "float32")
             if any(operands[0] is zeros for zeros in self.zeros):
-                return scatter_add(params, x, *given, None, name_of(x.dtype))
-            return scatter_add(params, x, *given, x.astype(jnp.float32), "float32").astype(x.dtype)
+                return scatter_add(params, x, ids, rows, None, name_of(x.dtype))
+            return scatter_add(params, x, ids, rows, x.astype(jnp.float32), "float32").astype(x.dtype)
         return None
 
     # ---- Bodies ------------------------------------------------------------------------------------------------------
@@ -322,9 +325,9 @@ def convert(
     Its program is traced, and run with every ``dot_general``, ``ragged_dot`` and ``reduce_sum`` (means, norms, softmax,
     gradients of biases) of float32, bfloat16 and float16 as chains of :func:`gemm`, ``tanh``, ``logistic``, ``exp`` and
     ``erfc`` (GELU) by :func:`activation`, and a ``scatter-add`` of whole rows by their numbers (the gradient of
-    ``table[tokens]``) by :func:`embedding_backward`: in jit, scan, while, cond, remat and shard_map too. A gradient of the
-    converted function is the function's own gradient, converted; ``convert(jax.grad(loss))`` is the same. What is left
-    to XLA and may round otherwise in another batch, such as ``log`` or convolutions, :func:`coverage` names.
+    ``table[tokens]``) by :func:`embedding_backward`: in jit, scan, while, cond, remat and shard_map too. A gradient of
+    the converted function is the function's own gradient, converted; ``convert(jax.grad(loss))`` is the same. What is
+    left to XLA and may round otherwise in another batch, such as ``log`` or convolutions, :func:`coverage` names.
 
     Wrap the result in ``jax.jit``: without, each call is traced anew. What is not an array among the arguments is
     static. There is no forward-mode derivative of the result; convert ``jax.jvp`` of the function.

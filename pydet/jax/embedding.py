@@ -160,6 +160,22 @@ def adds_rows(params: dict[str, Any], table: Any, ids: Any, rows: Any) -> bool:
     )
 
 
+def _inside(rows: Array, ids: Array, count: int) -> tuple[Array, Array]:
+    """Rows of numbers beyond the table as some that change nothing: x + -0 is x, whatever x is."""
+    there = (ids >= 0) & (ids < count)
+    return jnp.where(there[..., None], rows, jnp.asarray(-0.0, rows.dtype)), jnp.where(there, ids, 0)
+
+
+def _sums(rows: Array, ids: Array, start: Array | None, count: int, dtype: str, drops: bool) -> Array:
+    if drops:  # the CPU refuses such numbers; on a GPU they have no part in the sums
+        inside = functools.partial(_inside, count=count)
+        rows, ids = jax.lax.platform_dependent(rows, ids, cpu=inside, default=lambda rows, ids: (rows, ids))
+    return _gradient(rows, ids, start, count, _NONE, dtype, "")
+
+
+_run_sums = compiled(3, 4, 5)(_sums)
+
+
 def scatter_add(
     params: dict[str, Any], table: Array, ids: Array, rows: Array, start: Array | None, dtype: str
 ) -> Array:
@@ -172,9 +188,6 @@ def scatter_add(
     ids = ids if name_of(ids.dtype) in ("int32", "int64") else ids.astype(jnp.int32)
     if mode == _Modes.CLIP:
         ids = jnp.clip(ids, 0, count - 1)
-    if mode == _Modes.FILL_OR_DROP:  # x + -0 is x, whatever x is
-        there = (ids >= 0) & (ids < count)
-        rows, ids = jnp.where(there[..., None], rows, jnp.asarray(-0.0, rows.dtype)), jnp.where(there, ids, 0)
     start = None if start is None else start.reshape(count, width)
-    made: Array = _run_gradient(rows, ids, start, count, _NONE, dtype, "")
+    made: Array = _run_sums(rows, ids, start, count, dtype, mode == _Modes.FILL_OR_DROP)
     return made.reshape(table.shape)

@@ -65,8 +65,9 @@ def scaled_gemm(
         fail(INVALID_VALUE, f"{op}: k_chunk is {chunk}, want 0 or a positive multiple of 32")
     has = {f"has_{name}": arrays[name] is not None for name in ("a_scale", "b_scale", "bias")}
     names = ("a", "b", "a_scale", "b_scale", "bias")
-    arrays["b"] = jnp.swapaxes(arrays["b"], -1, -2)  # with k adjacent
-    operands = [x for x in (*(arrays[name] for name in names), start) if x is not None]
+    wanted: list[Any] = [*(arrays[name] for name in names), start]
+    wanted[1] = jnp.swapaxes(wanted[1], -1, -2)  # with k adjacent
+    operands = [x for x in wanted if x is not None]
     return call_handler(
         op,
         jax.ShapeDtypeStruct(shape, dtype),
