@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import capi
-import xla_frames as frames
 from capi import ffi
 
 LIBRARY = pathlib.Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "build" / "libpydet_cuda_stand_in.so"))
@@ -397,33 +396,6 @@ def test_every_call_of_the_runtime_may_fail(cuda, capability, error):
                 works(cuda, capability, problem, what)
                 walked += 1
     assert walked > 100
-
-
-@pytest.mark.parametrize("target", ["attention_stored", "attention_varlen_backward", "embedding_backward", "gemm",
-                                    "grouped_gemm", "rmsnorm_backward"])  # fmt: skip
-def test_what_is_continued_from_lies_elsewhere(cuda, target):
-    """XLA for GPUs does so; it is copied before the first launch, on XLA's stream. No kernel runs here."""
-    handler = frames.handlers(cuda.fake, "on_gpu")[target]
-    there = {"stream": STREAM, "ordinal": DEVICE}
-    for call in (call for call in frames.CALLS[target] if call.in_place):
-        cuda.start(90)
-        assert frames.run(handler, call, 0xA5, **there)[0] is None and "cudaMemcpyAsync" not in cuda.log()
-        cuda.start(90)
-        refused, results = frames.run(handler, call, 0xA5, apart=None, **there)
-        log, count = cuda.log(), len(call.in_place)
-        assert refused is None and log.count("cudaMemcpyAsync") == count and not cuda.fake.fakecuda_elsewhere()
-        assert "cudaMemcpyAsync" not in log[log.index("cudaLaunchKernelExC") :]
-        for operand, result in call.in_place:
-            size = len(results[result])
-            assert size and results[result] == frames.memory(call.arguments[operand])[:size].tobytes()
-        for place in (i for i, name in enumerate(log) if name == "cudaMemcpyAsync"):
-            cuda.start(90, fail_at=place)
-            refused, _ = frames.run(handler, call, 0xA5, apart=None, **there)
-            said = (
-                f"{target}: the copy of what is continued from failed: made to fail ({UNKNOWN}); the cause may be older"
-            )
-            assert refused.startswith(said) and not cuda.fake.fakecuda_launches(), refused
-            assert cuda.fake.fakecuda_device() == 0
 
 
 def test_a_thread_without_a_context(cuda):
