@@ -263,7 +263,7 @@ inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, const char *op, v
     pydet_xla_metadata *metadata = reinterpret_cast<pydet_xla_metadata_extension *>(e)->metadata;
     metadata->version.major = 0;
     metadata->version.minor = 1;  // what is used here has been there since
-    metadata->traits = 1;         // nothing but launches on the stream: these may be captured
+    metadata->traits = 1;         // nothing but launches and copies on the stream: these may be captured
     return nullptr;
   }
   if (call->stage != PYDET_XLA_EXECUTE) return nullptr;
