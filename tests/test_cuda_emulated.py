@@ -448,6 +448,27 @@ def test_embedding_backward(device, kernel, dtype):
     assert device.taken == 2 * len(EMBEDDED) + 10
 
 
+def check_steps(device, name, dtype):
+    """All of them by the kernel of a few tokens, which says what it does not take."""
+    wider = sum(number % 4 > 0 and number % 5 != 3 for number in range(len(scans.STEPS)))
+    scans.check_steps(device, name, dtype)
+    assert device.taken == len(scans.STEPS) + wider + 1
+    for states in (30, 260):
+        given = (scans.scan_of if name == "selective_scan" else scans.delta_of)(1, 1, 2, 8, 1, states, dtype)
+        scans.same(getattr(device, name)(*given), getattr(pydet, name)(*given))
+    assert device.taken == len(scans.STEPS) + wider + 1
+
+
+@each("selective_scan", "_step")
+def test_selective_scan_of_a_few_tokens(device, kernel, dtype):
+    check_steps(device, "selective_scan", dtype)
+
+
+@each("gated_delta", "_step")
+def test_gated_delta_of_a_few_tokens(device, kernel, dtype):
+    check_steps(device, "gated_delta", dtype)
+
+
 @each("selective_scan")
 def test_selective_scan(device, kernel, dtype):
     """The CPU's cases, and states of one, two and sixteen rounds; more tokens than a tile has."""

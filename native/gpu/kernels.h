@@ -314,6 +314,14 @@ bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
 
+// nvidia/scan_step.cu
+bool selective_step_takes(const SelectiveScan &);
+bool selective_step_prefers(const SelectiveScan &);
+pydet_status selective_step(const SelectiveScan &);
+bool delta_step_takes(const GatedDelta &);
+bool delta_step_prefers(const GatedDelta &);
+pydet_status delta_step(const GatedDelta &);
+
 // nvidia/scan_backward.cu
 bool selective_scan_backward_takes(const SelectiveScanBackward &);
 pydet_status selective_scan_backward(const SelectiveScanBackward &);

@@ -387,11 +387,19 @@ constexpr Kernel<Embedding> kEmbedding[] = {
 
 constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
 constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
+    Row("cuda_selective_scan_step", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
+        .takes(selective_step_takes)
+        .prefers(selective_step_prefers)
+        .launches(selective_step),
     Row("cuda_selective_scan", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
         .takes(selective_scan_takes)
         .launches(selective_scan),
 };
 constexpr Kernel<GatedDelta> kGatedDelta[] = {
+    Row("cuda_gated_delta_step", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures)
+        .takes(delta_step_takes)
+        .prefers(delta_step_prefers)
+        .launches(delta_step),
     Row("cuda_gated_delta", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures).launches(gated_delta),
 };
 constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
