@@ -1,6 +1,7 @@
 """pydet.jax.convert: a whole function by pydet's operations, its gradient, what is left to XLA, and check."""
 
 import numpy as np
+import pytest
 
 import pydet
 from test_jax import all_same, device, dtype, eager, in_fp32, jax, jnp, normal, pj, refuses, same  # noqa: F401
@@ -147,6 +148,12 @@ def test_the_gradient_of_a_table(device, dtype):
         same(jax.jit(jax.grad(pj.convert(loss)))(table, dy, ids), want)
         assert pj.coverage(gradient, table, dy, ids) == ({"scatter-add": 1, "reduce_sum": 1}, {})
         assert "scatter-add" not in str(jax.make_jaxpr(pj.convert(gradient))(table, dy, ids))
+    promised = jax.jit(pj.convert(jax.grad(lambda table, ids: (table[ids] * dy).astype(jnp.float32).sum())))
+    if device == "cpu":
+        with pytest.raises(Exception, match=r"embedding_backward: ids has .* want numbers of the table's 11 rows"):
+            jax.block_until_ready(promised(table, beyond))
+    else:
+        same(promised(table, beyond), sums(wrapped, inside))
     if device == "cpu" and dtype == np.float32:  # XLA adds them so there; elsewhere as they come, or rounds each sum
         same(jax.jit(gradient)(table, dy, ids), want)
 
