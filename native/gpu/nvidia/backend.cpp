@@ -613,6 +613,7 @@ constexpr Backend cuda() {
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
+  backend.copy = gpu_copy;
   backend.forget = gpu_forget;
   backend.tables = tables(
       table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
