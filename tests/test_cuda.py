@@ -30,12 +30,13 @@ from cases import DTYPES, LAYOUTS, Problem, assert_same_bits, data
 UNSUPPORTED = 11  # pydet.h
 
 
-def cuda_kernels(operation):
+def cuda_kernels(operation, ending=""):
     """The CUDA library's rows of this operation. Names are listed without a GPU too, so that the tests that need one
-    are collected and say why they do not run. Tiles that are handed over take large products alone:
-    test_cuda_handover.py."""
+    are collected and say why they do not run. Those that take some problems alone are asked for by the ends of their
+    names: tiles that are handed over (test_cuda_handover.py), scans of a few tokens."""
     found = [kernel for kernel in pydet.kernels() if kernel.device == "cuda" and kernel.operation == operation]
-    return [kernel for kernel in found if not kernel.name.endswith("_handover")]
+    apart = ("_handover", "_step")
+    return [kernel for kernel in found if kernel.name.endswith(ending or apart) == bool(ending)]
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +131,9 @@ class OnDevice:
         return functools.partial(self.call, operation)
 
 
-def each(operation):
+def each(operation, ending=""):
     """Parametrizes by kernel and by the element types it takes."""
-    pairs = [(kernel, dtype) for kernel in cuda_kernels(operation) for dtype in kernel.dtypes.split()]
+    pairs = [(kernel, dtype) for kernel in cuda_kernels(operation, ending) for dtype in kernel.dtypes.split()]
     if not pairs:
         return pytest.mark.parametrize(
             "kernel,dtype", [pytest.param(None, None, marks=pytest.mark.skip("libpydet_cuda.so is not built"))]

@@ -33,6 +33,7 @@ import test_scaled_gemm as scaled
 import test_scaled_grouped_gemm as scaled_groups
 import test_scan as scans
 import test_scan_backward as scan_gradients
+import xla_frames as frames
 from cases import DTYPES, assert_same_bits, data
 from pydet import frameworks
 from reference_activation import KINDS
@@ -445,6 +446,27 @@ def test_embedding_backward(device, kernel, dtype):
     want = embeddings.reference.embedding_backward(np.ascontiguousarray(far), ids.reshape(10, 7), 9)
     assert_same_bits(device.embedding_backward(far, ids.reshape(10, 7), 9), want, "rows of two strides")
     assert device.taken == 2 * len(EMBEDDED) + 10
+
+
+def check_steps(device, name, dtype):
+    """All of them by the kernel of a few tokens, which says what it does not take."""
+    wider = sum(number % 4 > 0 and number % 5 != 3 for number in range(len(scans.STEPS)))
+    scans.check_steps(device, name, dtype)
+    assert device.taken == len(scans.STEPS) + wider + 1
+    for states in (30, 260):
+        given = (scans.scan_of if name == "selective_scan" else scans.delta_of)(1, 1, 2, 8, 1, states, dtype)
+        scans.same(getattr(device, name)(*given), getattr(pydet, name)(*given))
+    assert device.taken == len(scans.STEPS) + wider + 1
+
+
+@each("selective_scan", "_step")
+def test_selective_scan_of_a_few_tokens(device, kernel, dtype):
+    check_steps(device, "selective_scan", dtype)
+
+
+@each("gated_delta", "_step")
+def test_gated_delta_of_a_few_tokens(device, kernel, dtype):
+    check_steps(device, "gated_delta", dtype)
 
 
 @each("selective_scan")
@@ -900,3 +922,45 @@ def test_an_omission_is_seen(device, kernel, dtype):
         omit(-1, 0)
     assert_same_bits(run(device), want)
     assert seen["exchange"] and seen["barrier"] and (seen["wait"] or not kernel.name.endswith("staged")), seen
+
+
+# ---- XLA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime():
+    """fakecuda.c with two devices, as a function that starts it anew: which call is to fail."""
+    library = ctypes.CDLL(os.environ["PYDET_LIBRARY"])
+    library.fakecuda_log.restype = ctypes.c_char_p
+    library.fakecuda_reset.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p]
+    library.start = lambda fail_at=-1, devices=2: (
+        library.pydet_exchange_forget_devices(),
+        library.fakecuda_reset(devices, 90, 13000, fail_at, 999, False, 0x1230),
+    )
+    yield library
+    library.start(devices=1)
+
+
+CONTINUED = [(name, i) for name, calls in frames.CALLS.items() for i, call in enumerate(calls) if call.in_place]
+
+
+@pytest.mark.parametrize(
+    "target,number", [x for x in CONTINUED if x[0] != "scaled_gemm"]
+)  # whose K is a multiple of 16
+def test_what_is_continued_from_may_lie_elsewhere(runtime, target, number):
+    """XLA for GPUs puts results elsewhere than it was told: copied on its stream, before anything is launched."""
+    call, there = frames.CALLS[target][number], {"stream": 0x1230, "ordinal": 1}
+    refused, want = frames.run(frames.handlers(runtime)[target], call, 0xA5)
+    handler = frames.handlers(runtime, "on_gpu")[target]
+    for apart, copies in ((0, 0), (None, len(call.in_place))):
+        runtime.start()
+        assert refused is None and frames.run(handler, call, 0x3C, apart=apart, **there) == (None, want)
+        log = runtime.fakecuda_log().decode().split()
+        assert log.count("cudaMemcpyAsync") == copies and not runtime.fakecuda_elsewhere()
+    for place in (i for i, name in enumerate(log) if name == "cudaMemcpyAsync"):
+        runtime.start(fail_at=place)
+        refused, _ = frames.run(handler, call, 0x3C, apart=None, **there)
+        words = (
+            "the copy of what is continued from failed: made to fail (999); the cause may be older work on this device"
+        )
+        assert refused == f"{target}: {words}" and runtime.fakecuda_device() == 0

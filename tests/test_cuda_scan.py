@@ -35,6 +35,18 @@ def test_gated_delta(device, kernel, dtype):
     assert device.refused == 0
 
 
+@each("selective_scan", "_step")
+def test_selective_scan_of_a_few_tokens(device, kernel, dtype):
+    scans.check_steps(device, "selective_scan", dtype)
+    assert device.refused == 0
+
+
+@each("gated_delta", "_step")
+def test_gated_delta_of_a_few_tokens(device, kernel, dtype):
+    scans.check_steps(device, "gated_delta", dtype)
+    assert device.refused == 0
+
+
 @each("causal_conv1d")
 def test_causal_conv1d(device, kernel, dtype):
     scans.check_causal_conv1d(device, dtype)

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from test_jax import all_same, jax, jnp, pj, same
+from test_jax import all_same, in_fp32, jax, jnp, pj, same
 
 _WANTED = "flax" in os.environ.get("PYDET_TEST_EXTRAS", "")
 flax, optax = (importlib.import_module(x) if _WANTED else pytest.importorskip(x) for x in ("flax", "optax"))
@@ -43,7 +43,9 @@ def test_a_sequence_alone_and_in_the_batch(params):
     assert found.same, str(found)
     replaced, left = pj.coverage(loss, params, TOKENS)
     assert replaced["dot_general"] == 9 and replaced["exp"] == 2 and left == {"rsqrt": 2, "log": 1}
-    np.testing.assert_allclose(jax.jit(pj.convert(loss))(params, TOKENS), jax.jit(loss)(params, TOKENS), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(pj.convert(loss))(params, TOKENS), in_fp32(jax.jit(loss))(params, TOKENS), rtol=1e-5
+    )
 
 
 def test_a_training_step_is_its_own(params):
@@ -85,8 +87,8 @@ def test_nnx():
     call = pj.convert(lambda state, x: nnx.merge(definition, state)(x))
     want = jax.jit(pj.convert(lambda x: model(x)))(x)
     same(jax.jit(call)(state, x), want)
-    np.testing.assert_allclose(want, nnx.jit(Layers.__call__)(model, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(want, in_fp32(nnx.jit(Layers.__call__))(model, x), rtol=1e-4, atol=1e-5)
     squares = lambda model: (model(x) ** 2).sum()
-    gradients, own = (nnx.jit(nnx.grad(function))(model) for function in (pj.convert(squares), squares))
+    gradients, own = (in_fp32(nnx.jit(nnx.grad(function)))(model) for function in (pj.convert(squares), squares))
     for got, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(own), strict=True):
         np.testing.assert_allclose(got, theirs, rtol=1e-3, atol=1e-4)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import pydet
-from test_jax import device, dtype, eager, jax, jnp, normal, pj, same, vjp  # noqa: F401
+from test_jax import arithmetic, device, dtype, jax, jnp, normal, pj, same, vjp  # noqa: F401
 
 
 def problem(rows, n, k, dtype):
@@ -14,19 +14,20 @@ def problem(rows, n, k, dtype):
 
 
 @pytest.mark.parametrize("rows, logits, biased", [((3, 11), None, True), ((48,), "float32", False)])
-def test_linear_log_prob(eager, dtype, rows, logits, biased):
+def test_linear_log_prob(device, dtype, arithmetic, rows, logits, biased):
     x, w, bias, index, dlog_prob = problem(rows, 40, 24, dtype)
     bias = bias if biased else None
-    want = pydet.linear_log_prob(x, w, index, bias=bias, logits_dtype=logits)
-    made = pydet.linear_log_prob_backward(dlog_prob, x, w, index, bias=bias, logits_dtype=logits, dw_dtype=dtype.name)
+    how = {"logits_dtype": logits, "arithmetic": arithmetic}
+    want = pydet.linear_log_prob(x, w, index, bias=bias, **how)
+    made = pydet.linear_log_prob_backward(dlog_prob, x, w, index, bias=bias, dw_dtype=dtype.name, **how)
     for workspace in (1 << 28, 1024 + 17 * 260):  # all rows, and chunks of 16
-        head = lambda x, w, b, room=workspace: pj.linear_log_prob(x, w, index, b, logits_dtype=logits, workspace=room)
+        head = lambda x, w, b, room=workspace: pj.linear_log_prob(x, w, index, b, workspace=room, **how)
         y, (dx, dw, dbias) = vjp(jax.jit(head), (x, w, bias), jnp.asarray(dlog_prob))
         same(y, want), same(dx, made.dx), same(dw, made.dw)
         assert (dbias is None) == (bias is None) and (bias is None or same(dbias, made.dbias) is None)
 
 
-def test_vmap_and_no_rows(eager):
+def test_vmap_and_no_rows(device):
     x, w, bias, index, dlog_prob = problem((3, 17), 30, 8, np.dtype(np.float32))
     each = [pydet.linear_log_prob(x[i], w, index[i], bias=bias) for i in range(3)]
     same(jax.vmap(lambda x, i: pj.linear_log_prob(x, w, i, bias))(x, index), np.stack(each))

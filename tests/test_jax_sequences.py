@@ -72,10 +72,10 @@ def test_a_sequence_has_the_bits_that_it_has_alone(eager):
         assert (np.asarray(lse)[~inside] == -np.inf).all()
 
 
-def test_varlen_vmap(eager):
+def test_varlen_vmap(device):
     q, k, v = (np.stack([x, x[::-1], 2 * x]) for x in packed())
     ends = np.stack([ENDS_Q, ENDS_Q // 2, np.sort(ENDS_Q // 3)])
-    want = np.stack([eager.attention_varlen(q[i], k[i], v[i], ends[i], ENDS_K) for i in range(3)])
+    want = np.stack([pydet.attention_varlen(q[i], k[i], v[i], ends[i], ENDS_K) for i in range(3)])
     call = lambda q, k, v, ends: pj.attention_varlen(q, k, v, ends, ENDS_K)
     found = jax.jit(jax.vmap(call))(q, k, v, ends)
     for i in range(3):  # pydet.attention_varlen leaves what is in no sequence
@@ -120,10 +120,10 @@ def test_paged(eager, dtype, size):
             pj.attention_paged(*given, return_lse=True, **options),
             eager.attention_paged(*given, return_lse=True, **options),
         )
-    found = jax.vmap(lambda rows, lengths: pj.attention_paged(rows, k_cache, v_cache, table, lengths))(
+    found = jax.vmap(lambda rows, lengths: pj.attention_paged(rows, k_cache, v_cache, table, lengths, **how(dtype)))(
         np.stack([rows, -rows]), np.stack([lengths, lengths // 2])
     )
-    same(found[1], eager.attention_paged(-rows, k_cache, v_cache, table, lengths // 2))
+    same(found[1], eager.attention_paged(-rows, k_cache, v_cache, table, lengths // 2, **how(dtype)))
 
 
 def test_refusals():

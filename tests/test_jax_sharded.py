@@ -36,7 +36,8 @@ COMMON = """
 
 
 def run(source):
-    in_another_process(COMMON + source, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    flags = "--xla_force_host_platform_device_count=4"
+    in_another_process(COMMON + source, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
 
 
 def test_products():
@@ -174,6 +175,8 @@ def test_rows():
     check(of_table, (table, ids), (P(), P("dp")), ("all-to-all", "all-gather"), **EVERY)
     check(of_table, (normal(50, 31), ids), (P(), P("dp")), ("all-gather",))
     check(of_table, (table, ids), (P(None, "dp"), P()), results=[(None, "dp")])
+    converted = pj.convert(jax.grad(lambda t, i: (jnp.take(t, i, 0) ** 2).sum()))
+    check(converted, (table, ids), (P(), P("dp")), ("all-to-all", "all-gather"), **EVERY)
     add = lambda d, i, a: pj.embedding_backward(d, i, 50, accumulate=a)
     check(add, (normal(8, 6, 32), ids, table), (P("dp"), P("dp"), P()), ("all-to-all", "all-gather"))
     """)

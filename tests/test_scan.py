@@ -37,6 +37,23 @@ WIDE = [
     (9, 3, 2, 128, 1, 256),
     (1, 17, 46, 50, 1, 32),
 ]
+# What a GPU's kernels of a few tokens take: states of whole vectors, around a round of 32; blocks of 16 and 32 columns,
+# and so many blocks that threads have vectors of columns.
+STEPS = [
+    (1, 1, 1, 1, 1, 4),
+    (3, 1, 4, 8, 2, 16),
+    (2, 2, 17, 1, 1, 8),
+    (2, 3, 3, 31, 1, 32),
+    (1, 4, 2, 33, 1, 36),
+    (1, 1, 6, 12, 3, 64),
+    (2, 1, 5, 64, 5, 128),
+    (1, 6, 2, 40, 1, 256),
+    (2, 1, 3, 70, 1, 100),
+    (2, 2, 132, 4, 2, 32),
+    (1, 1, 264, 36, 1, 64),
+    (2, 1, 70, 4, 2, 128),
+    (1, 1, 133, 66, 1, 252),
+]
 CONVOLUTIONS = [(1, 1, 1, 1), (2, 5, 31, 4), (1, 4, 32, 2), (2, 3, 33, 4), (1, 65, 3, 3), (1, 130, 65, 4), (1, 2, 5, 7)]
 # Channels that are whole vectors; more tokens than a GPU's block or its steps ahead have.
 CONVOLUTIONS += [(1, 300, 72, 4), (2, 33, 8, 3), (1, 32, 64, 2), (2, 130, 16, 4)]
@@ -104,6 +121,32 @@ def check_wide(functions, name, dtype):
     given = (scan_of if selective else delta_of)(1, 29, 2, 12, 1, 128, dtype, 7)
     initial = states_of(5, 2, *((12, 128) if selective else (128, 12)))
     own = {"cu_seqlens": starts, "initial": initial, "return_final": True}
+    same(getattr(functions, name)(*given, **own), getattr(pydet, name)(*given, **own), "a pack")
+
+
+def check_steps(functions, name, dtype):
+    """Against the CPU's kernels: each way to have states, a state that stays in its place, a pack."""
+    selective = name == "selective_scan"
+    for number, sizes in enumerate(STEPS):
+        batch, _, heads, width, _, states = sizes
+        own = {"each_state": bool(number % 2)} if selective else {}
+        given = list((scan_of if selective else delta_of)(*sizes, dtype, number, **own))
+        if number % 3 == 1:
+            place = 1 if selective else 3
+            given[place] = given[place].astype(DTYPES[dtype])
+        if number % 3 == 2 and selective:
+            given[5] = None
+        shape = (batch, heads, *((width, states) if selective else (states, width)))
+        more = {"return_final": number % 5 != 3} | ({"initial": states_of(*shape)} if number % 4 else {})
+        want = getattr(pydet, name)(*given, **more)
+        same(getattr(functions, name)(*given, **more), want, sizes)
+        if number % 4 and want[1] is not None:
+            wider = np.full((*shape[:-1], shape[-1] + 4), 7, np.float32)  # whose rows lie apart
+            wider[..., :-4] = more["initial"]
+            same(getattr(functions, name)(*given, initial=wider[..., :-4], return_final=True), want, sizes)
+    given = (scan_of if selective else delta_of)(1, 8, 2, 12, 1, 128, dtype, 7)
+    initial = states_of(5, 2, *((12, 128) if selective else (128, 12)))
+    own = {"cu_seqlens": np.int32([0, 1, 1, 2, 7, 8]), "initial": initial, "return_final": True}
     same(getattr(functions, name)(*given, **own), getattr(pydet, name)(*given, **own), "a pack")
 
 

@@ -948,7 +948,8 @@ def survivor(rank, kind, method, port, queue):
     if rank == 1:
         os._exit(1)
     try:
-        pd.all_reduce(sums, method=method).cpu()
+        if pd.all_reduce(sums, method=method).cpu().isnan().all():  # through peers' memory the next call says why
+            pd.all_reduce(sums, method=method).cpu()
         queue.put("nothing")
     except RuntimeError as problem:
         queue.put(f"{type(problem).__name__}: {problem}")

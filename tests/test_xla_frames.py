@@ -59,6 +59,14 @@ def test_sentences():
     assert sentence("gemm", surplus) == "gemm: got 2 results, want 1"
 
 
+@pytest.mark.parametrize("target", [name for name in TARGETS if any(call.in_place for call in frames.CALLS[name])])
+def test_memory_that_overlaps(target):
+    """What is continued from may lie elsewhere, which the attack tries, but not half where its result does."""
+    call = next(call for call in frames.CALLS[target] if call.in_place)
+    sentence, _ = frames.run(frames.Attack(target).handler, call, 0, apart=4)
+    assert sentence == f"{target}: XLA gave what is continued from and the result memory that overlaps"
+
+
 def test_a_bias_of_rows_is_none_of_columns():
     """M x 1 beside M x M: as many elements as there are columns."""
     call = frames.gemm((5, 7), (7, 5), (5, 5), [(5, 1)], has_bias=1)

@@ -54,12 +54,23 @@ class Version(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("major", c_int32), ("minor", c_int32)]
 
 
+class StreamArguments(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("stream", c_void_p)]
+
+
+class OrdinalArguments(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("ordinal", c_int32)]
+
+
 MakeError = ctypes.CFUNCTYPE(c_void_p, POINTER(ErrorArguments))
+GetStream = ctypes.CFUNCTYPE(c_void_p, POINTER(StreamArguments))
+GetOrdinal = ctypes.CFUNCTYPE(c_void_p, POINTER(OrdinalArguments))
 
 
 class Api(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("version", Version), ("internal", c_void_p),
-                ("make_error", MakeError), ("rest", c_void_p * 17)]  # fmt: skip
+                ("make_error", MakeError), ("unused_1", c_void_p * 3), ("get_stream", GetStream),
+                ("unused_2", c_void_p * 12), ("get_ordinal", GetOrdinal)]  # fmt: skip
 
 
 class Frame(ctypes.Structure):
@@ -121,7 +132,7 @@ def grouped(a, b, out, depth):
 def scaled(scales, more=(), *, bias=0, accumulate=0, k_chunk=128):
     attributes = {"has_a_scale": int(len(scales) > 0), "has_b_scale": int(len(scales) > 1), "has_bias": bias}
     attributes |= {"accumulate": accumulate, "arithmetic": 0, "k_chunk": k_chunk, "kernel": ""}
-    arguments = [(E4M3, (3, 200)), (E4M3, (200, 5)), *((F32, shape) for shape in (*scales, *more))]
+    arguments = [(E4M3, (3, 200)), (E4M3, (5, 200)), *((F32, shape) for shape in (*scales, *more))]
     if accumulate:
         arguments.append((F32, (3, 5)))
     in_place = ((len(arguments) - 1, 0),) if accumulate else ()
@@ -351,8 +362,9 @@ def memory(spec, poison=None):
     return np.resize(np.array(pattern, np.uint8), count)
 
 
-def run(handler, call, poison):
-    """(the sentence of a refusal or None, the bytes of each result)."""
+def run(handler, call, poison, apart=0, stream=0, ordinal=0):
+    """(the sentence of a refusal or None, the bytes of each result). apart: how many bytes behind what is continued
+    from its result begins, 0 as XLA is told; None: it has memory of its own."""
     keep, message = [], []
 
     @MakeError
@@ -360,17 +372,27 @@ def run(handler, call, poison):
         message.append((arguments.contents.message or b"").decode())
         return 1
 
+    @GetStream
+    def get_stream(arguments):
+        arguments.contents.stream = stream
+
+    @GetOrdinal
+    def get_ordinal(arguments):
+        arguments.contents.ordinal = ordinal
+
     inputs = [memory(spec) for spec in call.arguments]
     for place, values in call.values:
         if place < len(inputs):
             given = values.view(np.uint8)[: len(inputs[place])]
             inputs[place][: len(given)] = given
     outputs = [memory(spec, poison) for spec in call.results]
-    for operand, result in call.in_place:
+    for operand, result in call.in_place if apart is not None else ():
         if operand < len(inputs) and result < len(outputs):
             longer = max((inputs[operand], outputs[result]), key=len)
-            shared = np.resize(inputs[operand], len(longer))
-            inputs[operand] = outputs[result] = shared
+            shared = np.resize(inputs[operand], len(longer) + apart)
+            inputs[operand], outputs[result] = shared[: len(longer)], shared[apart:]
+    written_over = {operand for operand, _ in call.in_place if apart is not None}
+    before = [x.copy() for x in inputs]
 
     def listed(specs, arrays):
         buffers = []
@@ -394,15 +416,18 @@ def run(handler, call, poison):
         (c_void_p * len(made))(*(address for _, address in made)),
     )
     api = Api(ctypes.sizeof(Api), None, Version(ctypes.sizeof(Version), None, 0, 1), None, make_error)
+    api.get_stream, api.get_ordinal = get_stream, get_ordinal
     frame = Frame(ctypes.sizeof(Frame), None, ctypes.pointer(api), None, EXECUTE)
     frame.arguments, frame.results = listed(call.arguments, inputs), listed(call.results, outputs)
     frame.attributes = attributes
     failed = handler(ctypes.byref(frame))
     assert bool(failed) == bool(message)
+    for i, (x, y) in enumerate(zip(inputs, before, strict=True)):
+        assert i in written_over or (x == y).all(), f"wrote to operand {i}: {call}"
     written = []
     for (dtype, shape), array in zip(call.results, outputs, strict=True):
         size = int(np.prod(shape, dtype=object)) * SIZES[dtype]
-        if not call.in_place:
+        if not call.in_place or apart is None:
             assert (array[size:] == poison).all(), f"wrote past a result of {shape}: {call}"
         written.append(array[:size].tobytes())
     return (message[0] if message else None), (written[:-1] if call.workspace else written)
@@ -412,13 +437,13 @@ class Handler(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("on_cpu", c_void_p), ("on_gpu", c_void_p))
 
 
-def handlers():
-    """The library's handlers for the CPU, by name."""
-    functions = ctypes.CDLL(str(_native.load_file(library()).path))
+def handlers(functions=None, of="on_cpu"):
+    """The handlers of a library, by name: by default the CPU's."""
+    functions = functions or ctypes.CDLL(str(_native.load_file(library()).path))
     functions.pydet_xla_handlers.restype = ctypes.POINTER(Handler)
     call = ctypes.CFUNCTYPE(c_void_p, c_void_p)
     rows = itertools.takewhile(lambda row: row.name, functions.pydet_xla_handlers())
-    return {row.name.decode(): call(row.on_cpu) for row in rows}
+    return {row.name.decode(): call(getattr(row, of)) for row in rows}
 
 
 class Attack:
@@ -445,6 +470,9 @@ class Attack:
         sentence, bits = run(self.handler, call, 0xA5)
         assert sentence is None, f"{sentence} of {call}"
         self.attempt(call, bits)
+        if call.in_place:
+            for poison in (0xA5, 0x3C):
+                assert run(self.handler, call, poison, apart=None) == (None, bits), f"{call} continues from elsewhere"
         return bits
 
     def attributes(self, call, bits):

@@ -26,6 +26,8 @@ struct Backend {
   Arithmetic (*tensor_cores)(int32_t id) = nullptr;
   // Whether its kernels can use this memory; NULL: not to be known.
   bool (*reaches)(int32_t id, const void *) = nullptr;
+  // Copies bytes from one place of a device's memory to another, in the stream's order.
+  pydet_status (*copy)(const char *op, int32_t id, void *stream, void *to, const void *from, uint64_t bytes) = nullptr;
   void (*forget)() = nullptr;       // what was remembered of devices; NULL: nothing is
   const char *built_for = nullptr;  // architectures, and the setting that names them; NULL: any of its devices
   Tables tables = {};

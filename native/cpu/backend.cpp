@@ -467,11 +467,17 @@ pydet_status round_here(const Rounding &problem) {
 constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr, nullptr};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 
+pydet_status copy(const char *, int32_t, void *, void *to, const void *from, uint64_t bytes) {
+  memcpy(to, from, size_t(bytes));
+  return PYDET_OK;
+}
+
 constexpr Backend cpu() {
   Backend backend = {PYDET_CPU, "CPU"};
   backend.device_count = device_count;
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
+  backend.copy = copy;
   backend.tables = tables(
       table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
       table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),

@@ -3,6 +3,7 @@
 
 #include "entry/xla_call.h"
 
+#include "core/backend.h"
 #include "core/joined.h"
 #include "core/operations.h"
 
@@ -14,6 +15,13 @@ template <class... Problems> const pydet_xla_handler *handlers_of(Operations<Pro
 }
 
 }  // namespace
+
+pydet_status copy_within(const char *op, const pydet_device &device, void *stream, void *to, const void *from,
+                         uint64_t bytes) {
+  const Backend *backend = backend_for(device.device_type);
+  return backend ? backend->copy(op, device.device_id, stream, to, from, bytes)
+                 : PYDET_OK;  // or else the operation is refused
+}
 
 Items<pydet_xla_handler> AnyOperation::xla() { return {}; }
 

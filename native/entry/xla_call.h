@@ -42,6 +42,16 @@ struct ShapeWords {
   }
 };
 
+// int8, which is none of ours, of an element type that we have not.
+inline pydet_dtype dtype_of_xla(int32_t xla) {
+  for (const TypeRow &row : kTypes)
+    if (xla_of(row.type) == xla) return {row.code, row.bits, 1};
+  if (xla == PYDET_XLA_S32) return {PYDET_INT, 32, 1};
+  if (xla == PYDET_XLA_S64) return {PYDET_INT, 64, 1};
+  if (xla == PYDET_XLA_PRED) return {PYDET_BOOL, 8, 1};
+  return {PYDET_INT, 8, 1};
+}
+
 inline int64_t elements(const pydet_xla_buffer &buffer) {
   for (int64_t i = 0; i < buffer.rank; ++i)
     if (buffer.dims[i] == 0) return 0;  // however vast the others are
@@ -49,6 +59,10 @@ inline int64_t elements(const pydet_xla_buffer &buffer) {
   for (int64_t i = 0; i < buffer.rank; ++i) count *= buffer.dims[i];
   return count;
 }
+
+// In the stream's order, within the device's memory.
+pydet_status copy_within(const char *op, const pydet_device &device, void *stream, void *to, const void *from,
+                         uint64_t bytes);
 
 // A call that fails remembers why, and everything after that does nothing. What is read of it is checked there; that
 // there is nothing else, in stream().
@@ -126,6 +140,16 @@ class Call {
   const pydet_xla_buffer &argument(int64_t i) { return item("operands", call_->arguments, i, &arguments_); }
   const pydet_xla_buffer &result(int64_t i) { return item("results", call_->results, i, &results_); }
 
+  // stream() copies so many bytes from where they lie to where the operation is to find them.
+  void copy_before(const void *from, void *to, uint64_t bytes) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(from), other = reinterpret_cast<uintptr_t>(to);
+    if (failed() || begin == other) return;
+    if (begin < other + bytes && other < begin + bytes)
+      fail("XLA gave what is continued from and the result memory that overlaps");
+    else if (copy_count_ == kMostCopies) fail("more than %d results are continued", kMostCopies);
+    else copies_[copy_count_++] = {from, to, bytes};
+  }
+
   // Once everything has been read: what is given beside that fails the call, since nothing would come of it.
   void *stream() {
     surplus("operands", call_->arguments.size, arguments_);
@@ -135,21 +159,18 @@ class Call {
       if (i >= 64 || !(attributes_ >> i & 1))
         fail("attribute %.*s is unknown", int(own.length < 64 ? own.length : 64), own.text);
     }
-    if (!gpu_ || failed()) return nullptr;
+    if (failed()) return nullptr;
     pydet_xla_stream_arguments arguments = {sizeof arguments, nullptr, call_->context, nullptr};
-    if (call_->api->get_stream(&arguments)) fail("XLA gives no stream");
+    if (gpu_ && call_->api->get_stream(&arguments)) fail("XLA gives no stream");
+    for (int i = 0; i < copy_count_ && !failed(); ++i)
+      check(copy_within(op_, device_, arguments.stream, copies_[i].to, copies_[i].from, copies_[i].bytes));
     return arguments.stream;
   }
 
   // The tensor of a buffer from element `offset` on, with these dimensions.
   pydet_tensor tensor(const pydet_xla_buffer &buffer, Shape *shape, int rank, int64_t offset = 0) {
     pydet_tensor t = {};
-    t.dtype = {PYDET_INT, 8, 1};  // none of ours
-    for (const TypeRow &row : kTypes)
-      if (xla_of(row.type) == buffer.dtype) t.dtype = {row.code, row.bits, 1};
-    if (buffer.dtype == PYDET_XLA_S32) t.dtype = {PYDET_INT, 32, 1};
-    if (buffer.dtype == PYDET_XLA_S64) t.dtype = {PYDET_INT, 64, 1};
-    if (buffer.dtype == PYDET_XLA_PRED) t.dtype = {PYDET_BOOL, 8, 1};
+    t.dtype = dtype_of_xla(buffer.dtype);
     t.data = static_cast<char *>(buffer.data) + offset * (t.dtype.bits / 8);
     t.device = device_;
     t.ndim = rank;
@@ -190,22 +211,23 @@ class Call {
     if (size > read) fail("got %" PRId64 " %s, want %" PRId64, size, what, read);
   }
 
+  static constexpr int kMostCopies = 4;
+  struct Copy {
+    const void *from;
+    void *to;
+    uint64_t bytes;
+  };
+
   pydet_xla_call *call_;
   bool gpu_, ours_ = false;
   const char *op_;
   int64_t arguments_ = 0, results_ = 0;  // how many have been read
   uint64_t attributes_ = 0;              // which
   pydet_device device_;
+  Copy copies_[kMostCopies];
+  int copy_count_ = 0;
   char problem_[512] = "", kernel_[64];
 };
-
-// What is continued from is the result's own buffer.
-inline void expect_in_place(Call &call, const pydet_xla_buffer &argument, const pydet_xla_buffer &result) {
-  call.expect_shape("what is continued from", argument, result.dims, result.rank);
-  if (argument.dtype != result.dtype) call.fail("what is continued from and the result are of different types");
-  if (argument.data != result.data && elements(result))
-    call.fail("XLA gave what is continued from and the result different memory");
-}
 
 // Extents beside a 0 may be any, and their product more than 64 bits.
 inline int64_t product(Call &call, const int64_t *dims, int64_t count) {
@@ -213,6 +235,17 @@ inline int64_t product(Call &call, const int64_t *dims, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     if (__builtin_mul_overflow(all, dims[i], &all)) call.fail("an operand has 2^63 elements or more");
   return all;
+}
+
+// The operation finds in the result what the argument holds. XLA is told that both are one buffer. For a GPU it may put
+// the result elsewhere nevertheless: straight into the array in which a loop collects its results.
+inline void continue_from(Call &call, const pydet_xla_buffer &argument, const pydet_xla_buffer &result) {
+  call.expect_shape("what is continued from", argument, result.dims, result.rank);
+  if (argument.dtype != result.dtype) call.fail("what is continued from and the result are of different types");
+  if (call.failed() || !elements(result)) return;
+  const int64_t bytes = dtype_of_xla(result.dtype).bits / 8,
+                extents[] = {bytes, product(call, result.dims, result.rank)};
+  call.copy_before(argument.data, result.data, uint64_t(product(call, extents, 2)));
 }
 
 // C order.
@@ -230,7 +263,7 @@ inline pydet_xla_error *handle(pydet_xla_call *call, bool gpu, const char *op, v
     pydet_xla_metadata *metadata = reinterpret_cast<pydet_xla_metadata_extension *>(e)->metadata;
     metadata->version.major = 0;
     metadata->version.minor = 1;  // what is used here has been there since
-    metadata->traits = 1;         // nothing but launches on the stream: these may be captured
+    metadata->traits = 1;         // nothing but launches and copies on the stream: these may be captured
     return nullptr;
   }
   if (call->stage != PYDET_XLA_EXECUTE) return nullptr;

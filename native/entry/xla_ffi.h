@@ -144,8 +144,8 @@ enum { PYDET_XLA_EXECUTE = 3 };
 
 /* What XLA calls for a custom call of this name. Operands are in C order; integers are attributes of 64 bits, floats of
  * 64; all take kernel, a string as in the options, "" for none. What else there is stands at each, in ops/X/xla.cpp.
- * What is continued from must lie where its result does: XLA's aliasing sees to it. Flags are 0 or 1; what a handler
- * does not read, attribute, operand or result, is refused. */
+ * What is continued from lies where its result does, by XLA's aliasing; where XLA puts the result elsewhere, it is copied
+ * there first. Flags are 0 or 1; what a handler does not read, attribute, operand or result, is refused. */
 typedef pydet_xla_error *(*pydet_xla_function)(pydet_xla_call *call);
 typedef struct pydet_xla_handler {
   const char *name; /* NULL: the end of the handlers */

@@ -272,6 +272,11 @@ bool softmax_backward_strided_takes(const SoftmaxBackward &);
 bool softmax_backward_strided_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_strided(const SoftmaxBackward &);
 
+// nvidia/softmax_shifted.cu
+bool softmax_backward_shifted_takes(const SoftmaxBackward &);
+bool softmax_backward_shifted_prefers(const SoftmaxBackward &);
+pydet_status softmax_backward_shifted(const SoftmaxBackward &);
+
 // any/fold.cu
 pydet_status fold(const Fold &);
 
@@ -313,6 +318,14 @@ pydet_status embedding_backward(const EmbeddingBackward &);
 bool selective_scan_takes(const SelectiveScan &);
 pydet_status selective_scan(const SelectiveScan &);
 pydet_status gated_delta(const GatedDelta &);
+
+// nvidia/scan_step.cu
+bool selective_step_takes(const SelectiveScan &);
+bool selective_step_prefers(const SelectiveScan &);
+pydet_status selective_step(const SelectiveScan &);
+bool delta_step_takes(const GatedDelta &);
+bool delta_step_prefers(const GatedDelta &);
+pydet_status delta_step(const GatedDelta &);
 
 // nvidia/scan_backward.cu
 bool selective_scan_backward_takes(const SelectiveScanBackward &);

@@ -13,7 +13,8 @@ import numpy as np
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.jax.calls import INVALID_SHAPE, Array, name_of, options_of, static
-from pydet.jax.converted import Walk, as_it_is, traced
+from pydet.jax.converted import Walk, as_it_is, loop_counts, traced
+from pydet.jax.embedding import adds_rows
 from pydet.ops import Arithmetic
 from pydet.protocols import UNSCALED, type_name
 
@@ -121,7 +122,7 @@ class _Plan:
         if name == "gather" and not isinstance(equation.invars[0], _literal):
             mixing = self.axis[equation.invars[0]] in params["dimension_numbers"].start_index_map
         if name == "scan":
-            mixing = any(self.axis[x] == 0 for x in equation.invars[params["num_consts"] + params["num_carry"] :]
+            mixing = any(self.axis[x] == 0 for x in equation.invars[sum(loop_counts(params)) :]
                          if not isinstance(x, _literal))  # fmt: skip
         if mixing or numbered:
             fail(
@@ -160,6 +161,12 @@ class _Plan:
                 INVALID_VALUE,
                 f"{_OP}: a micro-batch sums {extent} rows in {name}, want a multiple of {step}: the bits of one batch",
             )
+
+
+def _scattered(equation: Any) -> bool:
+    """Whether it is a scatter-add that stays XLA's, which adds in the type of its operand."""
+    name, given = equation.primitive.name, [x.aval for x in equation.invars]
+    return name == "scatter-add" and not adds_rows(equation.params, *given)
 
 
 def _types(operands: list[Any]) -> str:
@@ -244,7 +251,7 @@ def _accumulated(
             out = equation.outvars[0]
             if sums is None or out not in sums:
                 known.update(zip(equation.outvars, walk.equation(equation, operands), strict=True))
-            elif equation.primitive.name == "scatter-add":
+            elif _scattered(equation):
                 (sums[out],) = walk.equation(equation, [sums[out], *operands[1:]])
             else:
                 name = str(equation.primitive.name)
@@ -257,6 +264,8 @@ def _accumulated(
     places = [small.eqns[place] for place in plan.sums]
     start = [
         jnp.asarray(read(found, e.invars[0]))
+        if _scattered(e)
+        else jnp.asarray(read(found, e.invars[0])).astype(jnp.float32)
         if e.primitive.name == "scatter-add"
         else jnp.zeros(e.outvars[0].aval.shape, jnp.float32)
         for e in places

@@ -361,12 +361,11 @@ def call_handler(
     operands: list[Array],
     aliases: dict[int, int],
     attributes: dict[str, Any],
-    layouts: tuple[tuple[int, ...] | None, ...] | None = None,
 ) -> Any:
-    """The handler's results; `layouts`: dimensions of the operands as they are to lie, from the outermost."""
+    """The handler's results."""
     typed = tuple((key, Real(x) if isinstance(x, float) else x) for key, x in attributes.items())
     several = isinstance(results, tuple)
-    call = Foreign(target, results if several else (results,), tuple(aliases.items()), typed, layouts)
+    call = Foreign(target, results if several else (results,), tuple(aliases.items()), typed)
     found = _call(call, *operands)
     return found if several else found[0]
 

@@ -17,6 +17,7 @@ from pydet import _native
 from pydet._native import INVALID_VALUE, fail
 from pydet.jax.activation import activation
 from pydet.jax.calls import INVALID_SHAPE, Array, is_array, name_of, options_of, unwrapped
+from pydet.jax.embedding import adds_rows, scatter_add
 from pydet.jax.general import dot_general
 from pydet.jax.groups import ragged_dot
 from pydet.ops import Arithmetic
@@ -50,6 +51,22 @@ def _floats(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
+def loop_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried. From JAX 0.11 on they are in trees."""
+    if "ft_in" in params:
+        fixed, carried, _ = (len(part) for part in params["ft_in"].unpack())
+        return fixed, carried
+    return params["num_consts"], params["num_carry"]
+
+
+def _makes_zeros(equation: Any) -> bool:
+    """Whether an equation makes an array of +0."""
+    if str(equation.primitive.name) != "broadcast_in_dim" or not isinstance(equation.invars[0], _core.Literal):
+        return False
+    x = np.asarray(equation.invars[0].val)
+    return _floats(x) and not x.astype(np.float64).tobytes().strip(b"\0")
+
+
 def as_it_is(equation: Any, operands: list[Any]) -> list[Any]:
     """What an equation gives by itself."""
     bound = equation.primitive.get_bind_params(equation.params)
@@ -74,6 +91,7 @@ class Walk:
         self.how: Any = {"arithmetic": arithmetic, "k_chunk": k_chunk}
         self.replaced: collections.Counter[str] = collections.Counter()
         self.left: collections.Counter[str] = collections.Counter()
+        self.zeros: list[Any] = []  # the arrays of +0 that the program makes
 
     def run(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         found: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
@@ -109,7 +127,10 @@ class Walk:
             return [result]
         if name not in _EXACT and not pydets and any(_floats(x.aval) for x in equation.outvars if hasattr(x, "aval")):
             self.left[name] += 1
-        return as_it_is(equation, operands)
+        results = as_it_is(equation, operands)
+        if _makes_zeros(equation):
+            self.zeros += results
+        return results
 
     def number(
         self, name: str, params: dict[str, Any], operands: list[Any], accumulate: Array | None = None
@@ -140,6 +161,15 @@ class Walk:
                 how = {**self.how, "preferred_element_type": wide if accumulate is None else None}
                 numbers, precision = params["dimension_numbers"], params["precision"]
                 return dot_general(x, jnp.asarray(more[0]), numbers, precision, accumulate=accumulate, **how)
+        if name == "scatter-add":
+            ids, rows = (jnp.asarray(y) for y in more)
+            if not adds_rows(params, x, ids, rows):
+                return None
+            if accumulate is not None:
+                return scatter_add(params, x, ids, rows, accumulate, "float32")
+            if any(operands[0] is zeros for zeros in self.zeros):
+                return scatter_add(params, x, ids, rows, None, name_of(x.dtype))
+            return scatter_add(params, x, ids, rows, x.astype(jnp.float32), "float32").astype(x.dtype)
         return None
 
     # ---- Bodies ------------------------------------------------------------------------------------------------------
@@ -183,14 +213,15 @@ class Walk:
     _checkpoint = _remat = _remat2
 
     def _scan(self, params: dict[str, Any], *operands: Any) -> list[Any]:
-        fixed, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+        fixed, count = loop_counts(params)
 
         def step(carry: Any, each: Any) -> tuple[Any, Any]:
             results = self.closed(params["jaxpr"], (*operands[:fixed], *carry, *each))
-            return results[: params["num_carry"]], results[params["num_carry"] :]
+            return results[:count], results[count:]
 
         more = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, each = jax.lax.scan(step, list(operands[fixed:carried]), list(operands[carried:]), **more)
+        given, each = list(operands[fixed : fixed + count]), list(operands[fixed + count :])
+        carry, each = jax.lax.scan(step, given, each, **more)
         return [*carry, *each]
 
     def _while(self, params: dict[str, Any], *operands: Any) -> list[Any]:
@@ -292,10 +323,11 @@ def convert(
     """The same function with pydet's operations in the place of XLA's, for a whole model or training step.
 
     Its program is traced, and run with every ``dot_general``, ``ragged_dot`` and ``reduce_sum`` (means, norms, softmax,
-    gradients of biases) of float32, bfloat16 and float16 as chains of :func:`gemm`, and ``tanh``, ``logistic``, ``exp``
-    and ``erfc`` (GELU) by :func:`activation`: in jit, scan, while, cond, remat and shard_map too. A gradient of the
-    converted function is the function's own gradient, converted; ``convert(jax.grad(loss))`` is the same. What is left
-    to XLA and may round otherwise in another batch, such as ``log`` or convolutions, :func:`coverage` names.
+    gradients of biases) of float32, bfloat16 and float16 as chains of :func:`gemm`, ``tanh``, ``logistic``, ``exp`` and
+    ``erfc`` (GELU) by :func:`activation`, and a ``scatter-add`` of whole rows by their numbers (the gradient of
+    ``table[tokens]``) by :func:`embedding_backward`: in jit, scan, while, cond, remat and shard_map too. A gradient of
+    the converted function is the function's own gradient, converted; ``convert(jax.grad(loss))`` is the same. What is
+    left to XLA and may round otherwise in another batch, such as ``log`` or convolutions, :func:`coverage` names.
 
     Wrap the result in ``jax.jit``: without, each call is traced anew. What is not an array among the arguments is
     static. There is no forward-mode derivative of the result; convert ``jax.jvp`` of the function.

@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers, with the table's gradient."""
+"""Rows of a table by their numbers, with the table's gradient; and what of JAX's scatter-add is that gradient."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from pydet.jax.calls import (
     to_array,
     whole_numbers,
 )
+from pydet.protocols import UNSCALED
 from pydet.shapes import text
 
 _NONE = -1  # no padding id
+_MOST = 2**31 - 1  # tokens, and rows
 
 
 def _workspace(tokens: int, rows: int) -> Any:
     """Where tokens are put in order (pydet_embedding_backward_workspace)."""
-    most = 2**31 - 1
-    if tokens > most or rows > most:
-        fail(INVALID_SHAPE, f"embedding_backward: tokens are {tokens} and rows {rows}, want 0 to {most} of each")
+    if tokens > _MOST or rows > _MOST:
+        fail(INVALID_SHAPE, f"embedding_backward: tokens are {tokens} and rows {rows}, want 0 to {_MOST} of each")
     return jax.ShapeDtypeStruct((8 * tokens + 4 * (-(-rows // 32) + 1),), jnp.uint8)
 
 
@@ -133,3 +134,60 @@ def embedding_backward(
     if dtype not in ("float32", name_of(dout.dtype)):
         fail(INVALID_DTYPE, f"{op}: out_dtype is {dtype}, want float32, or {name_of(dout.dtype)} as dout is")
     return _run_gradient(dout, ids, start, rows, _padding(op, padding_idx, rows), dtype, kernel_name(op, kernel))
+
+
+# ---- scatter-add -----------------------------------------------------------------------------------------------------
+
+
+_Modes: Any = jax.lax.GatherScatterMode
+_IDS = ("int8", "int16", "int32", "int64", "uint8", "uint16")
+
+
+def adds_rows(params: dict[str, Any], table: Any, ids: Any, rows: Any) -> bool:
+    """Whether a scatter-add adds whole rows to a table, by their numbers along its first dimension."""
+    numbers = params["dimension_numbers"]
+    of_rows = tuple(numbers.scatter_dims_to_operand_dims) == tuple(numbers.inserted_window_dims) == (0,)
+    return (
+        of_rows
+        and not numbers.operand_batching_dims
+        and tuple(rows.shape[i] for i in numbers.update_window_dims) == table.shape[1:]
+        and params["mode"] in (_Modes.CLIP, _Modes.FILL_OR_DROP, _Modes.PROMISE_IN_BOUNDS)
+        and name_of(table.dtype) in UNSCALED
+        and rows.dtype == table.dtype
+        and name_of(ids.dtype) in _IDS
+        and 0 not in (*table.shape, *rows.shape)
+        and max(table.shape[0], math.prod(ids.shape[:-1])) <= _MOST
+    )
+
+
+def _inside(rows: Array, ids: Array, count: int) -> tuple[Array, Array]:
+    """Rows of numbers beyond the table as some that change nothing: x + -0 is x, whatever x is."""
+    there = (ids >= 0) & (ids < count)
+    return jnp.where(there[..., None], rows, jnp.asarray(-0.0, rows.dtype)), jnp.where(there, ids, 0)
+
+
+def _sums(rows: Array, ids: Array, start: Array | None, count: int, dtype: str, drops: bool) -> Array:
+    if drops:  # the CPU refuses such numbers; on a GPU they have no part in the sums
+        inside = functools.partial(_inside, count=count)
+        rows, ids = jax.lax.platform_dependent(rows, ids, cpu=inside, default=lambda rows, ids: (rows, ids))
+    return _gradient(rows, ids, start, count, _NONE, dtype, "")
+
+
+_run_sums = compiled(3, 4, 5)(_sums)
+
+
+def scatter_add(
+    params: dict[str, Any], table: Array, ids: Array, rows: Array, start: Array | None, dtype: str
+) -> Array:
+    """That by :func:`embedding_backward`, the rows of a number added one after the other, to what `start` holds."""
+    numbers, mode = params["dimension_numbers"], params["mode"]
+    window, count, width = tuple(numbers.update_window_dims), table.shape[0], math.prod(table.shape[1:])
+    others = tuple(i for i in range(rows.ndim) if i not in window)
+    rows = jnp.transpose(rows, (*others, *window)).reshape(*ids.shape[:-1], width)
+    ids = ids.reshape(ids.shape[:-1])
+    ids = ids if name_of(ids.dtype) in ("int32", "int64") else ids.astype(jnp.int32)
+    if mode == _Modes.CLIP:
+        ids = jnp.clip(ids, 0, count - 1)
+    start = None if start is None else start.reshape(count, width)
+    made: Array = _run_sums(rows, ids, start, count, dtype, mode == _Modes.FILL_OR_DROP)
+    return made.reshape(table.shape)

@@ -20,7 +20,6 @@ class Foreign(NamedTuple):
     results: tuple[jax.ShapeDtypeStruct, ...]
     aliases: tuple[tuple[int, int], ...]
     attributes: tuple[tuple[str, Any], ...]
-    layouts: tuple[tuple[int, ...] | None, ...] | None
 
     def told(self, **attributes: Any) -> Foreign:
         """The same call with other attributes."""
@@ -64,7 +63,6 @@ def plain(call: Foreign, *operands: Array) -> tuple[Array, ...]:
         f"pydet_{call.target}",
         tuple(_like(result, operands[0]) for result in call.results),
         input_output_aliases=dict(call.aliases),
-        input_layouts=call.layouts,
     )(*operands, **typed)
     return tuple(found)
 
@@ -102,10 +100,7 @@ def batchable(run: Any, call: Foreign, *operands: Array) -> tuple[Array, ...]:
             for x, there in zip(given, batched, strict=True)
         ]
         results = [jax.ShapeDtypeStruct((size, *y.shape), y.dtype) for y in call.results]
-        layouts = call.layouts and tuple(
-            None if order is None else (0, *(i + 1 for i in order)) for order in call.layouts
-        )
-        return batchable(run, call.giving(*results)._replace(layouts=layouts), *each), tuple(flags)
+        return batchable(run, call.giving(*results), *each), tuple(flags)
 
     found: tuple[Array, ...] = made(*operands)
     return found

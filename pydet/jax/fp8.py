@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, fail
 from pydet.frameworks import type_index
@@ -64,8 +65,9 @@ def scaled_gemm(
         fail(INVALID_VALUE, f"{op}: k_chunk is {chunk}, want 0 or a positive multiple of 32")
     has = {f"has_{name}": arrays[name] is not None for name in ("a_scale", "b_scale", "bias")}
     names = ("a", "b", "a_scale", "b_scale", "bias")
-    operands = [x for x in (*(arrays[name] for name in names), start) if x is not None]
-    order = tuple(range(len(b.shape)))
+    wanted: list[Any] = [*(arrays[name] for name in names), start]
+    wanted[1] = jnp.swapaxes(wanted[1], -1, -2)  # with k adjacent
+    operands = [x for x in wanted if x is not None]
     return call_handler(
         op,
         jax.ShapeDtypeStruct(shape, dtype),
@@ -78,7 +80,6 @@ def scaled_gemm(
             "k_chunk": chunk,
             "kernel": kernel_name(op, kernel),
         },
-        tuple((*order[:-2], order[-1], order[-2]) if i == 1 else None for i in range(len(operands))),
     )
 
 

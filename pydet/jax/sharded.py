@@ -261,7 +261,7 @@ def _of_scaled(call: Foreign, shapes: list[Any]) -> Rule:
     lead = tuple(f"b{i}" for i in range(len(out) - 2))
     free = {*lead, "m", "n"}
     fronts = [namer.like(x[:-2], lead, out[:-2]) for x in shapes[:2]]
-    kinds: list[Names] = [(*fronts[0], "m", "k"), (*fronts[1], "k", "n")]
+    kinds: list[Names] = [(*fronts[0], "m", "k"), (*fronts[1], "n", "k")]
     for of, name, place, own in (("a", "m", -2, out[-2]), ("b", "n", -1, out[-1])):
         if not call.asks(f"has_{of}_scale"):
             continue
@@ -349,7 +349,7 @@ def fold(parts: Array, dtype: Any) -> Array:
         some = some if total is None else jnp.concatenate((total[None], some))
         last = i + _MOST_PARTS - 1 >= parts.shape[0]
         like = jax.ShapeDtypeStruct(parts.shape[1:], dtype if last else jnp.float32)
-        total = batchable(plain, Foreign("fold", (like,), (), (("has_bias", 0), ("kernel", "")), None), some)[0]
+        total = batchable(plain, Foreign("fold", (like,), (), (("has_bias", 0), ("kernel", ""))), some)[0]
     return total
 
 

@@ -259,6 +259,7 @@ constexpr Backend hip() {
   backend.tensor_cores = tensor_cores;
   backend.built_for = "HIP_ARCHS=\"" PYDET_HIP_ARCHS "\"";
   backend.reaches = gpu_reaches;
+  backend.copy = gpu_copy;
   backend.forget = gpu_forget;
   backend.tables =
       tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),

@@ -285,6 +285,10 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .takes(softmax_backward_strided_takes)
         .prefers(softmax_backward_strided_prefers)
         .launches(softmax_backward_strided),
+    Row("cuda_softmax_backward_shifted", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
+        .takes(softmax_backward_shifted_takes)
+        .prefers(softmax_backward_shifted_prefers)
+        .launches(softmax_backward_shifted),
     Row("cuda_softmax_backward_cluster", kUnscaledTypes, Arithmetic::ieee, kFromSm90, kSoftmaxGradient)
         .takes(softmax_backward_cluster_takes)
         .prefers(softmax_backward_cluster_prefers)
@@ -387,11 +391,19 @@ constexpr Kernel<Embedding> kEmbedding[] = {
 
 constexpr uint64_t kScanFeatures = kInitialState | kFinalState | kPacked;
 constexpr Kernel<SelectiveScan> kSelectiveScan[] = {
+    Row("cuda_selective_scan_step", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
+        .takes(selective_step_takes)
+        .prefers(selective_step_prefers)
+        .launches(selective_step),
     Row("cuda_selective_scan", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures | kEachState | kSkip)
         .takes(selective_scan_takes)
         .launches(selective_scan),
 };
 constexpr Kernel<GatedDelta> kGatedDelta[] = {
+    Row("cuda_gated_delta_step", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures)
+        .takes(delta_step_takes)
+        .prefers(delta_step_prefers)
+        .launches(delta_step),
     Row("cuda_gated_delta", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kScanFeatures).launches(gated_delta),
 };
 constexpr Kernel<CausalConv1d> kCausalConv1d[] = {
@@ -601,6 +613,7 @@ constexpr Backend cuda() {
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
   backend.reaches = gpu_reaches;
+  backend.copy = gpu_copy;
   backend.forget = gpu_forget;
   backend.tables = tables(
       table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),

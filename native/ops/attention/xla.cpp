@@ -227,7 +227,7 @@ struct Operands {
   const pydet_tensor *given(const char *has) { return call.flag(has) ? given() : nullptr; }
   // Result i, in the memory of the operand that comes next: what is in no sequence keeps what that holds.
   const pydet_tensor *begun(int64_t i) {
-    expect_in_place(call, call.argument(next++), call.result(i));
+    continue_from(call, call.argument(next++), call.result(i));
     return whole.tensor(call.result(i));
   }
 };

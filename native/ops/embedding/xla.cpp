@@ -37,7 +37,7 @@ void embedding_backward(Call &call) {
   options.has_padding = options.padding != -1;
   options.kernel = call.kernel();
   const pydet_xla_buffer &rows = call.argument(0), &numbers = call.argument(1), &table = call.result(0);
-  if (options.accumulate) expect_in_place(call, call.argument(2), table);
+  if (options.accumulate) continue_from(call, call.argument(2), table);
   give_workspace(call, call.result(1), &options);
   Shape s[3];
   const pydet_tensor dout = as_rows(call, rows, &s[0]), ids = as_values(call, "ids", numbers, rows, &s[1]),

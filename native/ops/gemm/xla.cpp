@@ -66,7 +66,7 @@ void gemm(Call &call) {
   if (!call.failed()) spread(&a, b, out);
   pydet_tensor bias = {};
   if (has_bias && !call.failed()) bias = bias_of(call, call.argument(2), result, &shapes[3]);
-  if (accumulate) expect_in_place(call, call.argument(2 + has_bias), result);
+  if (accumulate) continue_from(call, call.argument(2 + has_bias), result);
   pydet_tensor initial = {};
   if (has_initial) initial = matrix(call, call.argument(2 + has_bias), false, &shapes[4]);
   pydet_skinny_gemm_options options = {};

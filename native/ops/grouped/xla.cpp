@@ -19,7 +19,7 @@ void grouped_gemm(Call &call) {
   if (ends.rank != 1) call.fail("group_end is %s, want one dimension", ShapeWords(ends.dims, ends.rank).text);
   shapes[3] = {{elements(ends)}, {1}};
   const pydet_tensor group_end = call.tensor(ends, &shapes[3], 1);
-  expect_in_place(call, call.argument(3), result);
+  continue_from(call, call.argument(3), result);
   pydet_grouped_gemm_options options = {};
   options.struct_size = sizeof options;
   options.arithmetic = call.number("arithmetic");

@@ -193,7 +193,7 @@ void rmsnorm_backward(Call &call) {
   auto options = backward_options<pydet_rmsnorm_backward_options>(call, of.result(dweight || dbias));
   options.accumulate = accumulate;
   options.block_sums = blocks;
-  if (start) expect_in_place(call, *start, call.result(1));
+  if (start) continue_from(call, *start, call.result(1));
   const int64_t heads = call.integer("heads");
   void *stream = call.stream();
   if (call.failed()) return;

@@ -8,7 +8,7 @@
 namespace pydet {
 namespace {
 
-// A buffer as it lies; `turned`: its last two dimensions in column order, k adjacent in b of a product.
+// A buffer as it lies; `turned`: its transpose.
 pydet_tensor as_it_lies(Call &call, const pydet_xla_buffer &buffer, bool turned, Shape *shape) {
   const int rank = int(buffer.rank);
   if (rank > kMaxRank || (turned && rank < 2)) {
@@ -16,7 +16,6 @@ pydet_tensor as_it_lies(Call &call, const pydet_xla_buffer &buffer, bool turned,
     return {};
   }
   std::memcpy(shape->dims, buffer.dims, size_t(rank) * sizeof *buffer.dims);
-  if (turned) std::swap(shape->dims[rank - 1], shape->dims[rank - 2]);
   lay_out(shape, rank);
   if (turned) {
     std::swap(shape->dims[rank - 1], shape->dims[rank - 2]);
@@ -25,9 +24,8 @@ pydet_tensor as_it_lies(Call &call, const pydet_xla_buffer &buffer, bool turned,
   return call.tensor(buffer, shape, rank);
 }
 
-// Operands: a, b, whose last two dimensions lie in column order (k adjacent), then a_scale if has_a_scale, b_scale if
-// has_b_scale, a bias if has_bias, what to continue from if accumulate; one result. arithmetic, k_chunk as in
-// pydet_scaled_gemm_options.
+// Operands: a, the transpose of b, a_scale if has_a_scale, b_scale if has_b_scale, a bias if has_bias, what to continue
+// from if accumulate; one result. arithmetic, k_chunk as in pydet_scaled_gemm_options.
 void scaled_gemm(Call &call) {
   const bool has_a_scale = call.flag("has_a_scale"), has_b_scale = call.flag("has_b_scale");
   const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
@@ -39,7 +37,7 @@ void scaled_gemm(Call &call) {
   if (has_a_scale) a_scale = as_it_lies(call, call.argument(next++), false, &shapes[2]);
   if (has_b_scale) b_scale = as_it_lies(call, call.argument(next++), false, &shapes[3]);
   if (has_bias) bias = as_it_lies(call, call.argument(next++), false, &shapes[4]);
-  if (accumulate) expect_in_place(call, call.argument(next), call.result(0));
+  if (accumulate) continue_from(call, call.argument(next), call.result(0));
   const pydet_tensor out = as_it_lies(call, call.result(0), false, &shapes[5]);
   pydet_scaled_gemm_options options = {};
   options.struct_size = sizeof options;
