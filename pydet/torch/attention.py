@@ -109,7 +109,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 # Models that need their mask whole: attention of Doge makes a bias of it, and that of the others' decoders does not say
-# that it is causal (of UMT5 before Transformers 5.24).
+# that it is causal (of UMT5 in Transformers 5.17).
 _NEEDS_ITS_MASK = frozenset(("doge", "nllb-moe", "umt5"))
 _ADDS_ITS_MASK = frozenset(("git", "informer"))  # to scores, in hand-written attention beside one that asks for ours
 
