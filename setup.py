@@ -49,6 +49,17 @@ def _name_of_link(link: re.Match[str]) -> str:
     return text if text.strip("`").endswith(path.rsplit("/")[-1]) else f"{text} (`{path}` in the sources)"
 
 
+def addresses() -> dict[str, str]:
+    """Where the sources and the documentation are, as `make docs` is told: REPO_URL and SITE_URL; without them nothing."""
+    found = {name: os.environ.get(name, "") for name in ("REPO_URL", "SITE_URL")}
+    for name, address in found.items():
+        if address and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
+            raise SystemExit(f"{name} is {address!r}, want an address that begins with https://")
+    repository, site = (address.rstrip("/") for address in found.values())
+    urls = {"Source": repository, "Issues": repository and f"{repository}/issues", "Documentation": site}
+    return {name: address for name, address in urls.items() if address}
+
+
 def write_declarations() -> Path:
     """Writes pydet/_cdef.py, which cffi reads, from the headers."""
     import cffi
@@ -180,6 +191,7 @@ class wheel_for_any_python(bdist_wheel):
 if __name__ == "__main__":
     setup(
         version=version(),
+        project_urls=addresses(),
         long_description=description(),
         long_description_content_type="text/markdown",
         distclass=BinaryDistribution,

@@ -1,6 +1,7 @@
 """The files about the project say what its code says: licence, changelog, package description."""
 
 import fnmatch
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +66,30 @@ def test_metadata():
     )
     assert done.returncode == 0, done.stderr
     assert "the pydet authors" in done.stdout and "Typing :: Typed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "given, urls",
+    [
+        ({}, []),
+        ({"REPO_URL": "https://x.org/a/b/"}, ["Source, https://x.org/a/b", "Issues, https://x.org/a/b/issues"]),
+        ({"SITE_URL": "https://x.org/docs", "REPO_URL": ""}, ["Documentation, https://x.org/docs"]),
+    ],
+)
+def test_addresses(given, urls, tmp_path):
+    """Those that a release is told, as a package index shows them."""
+    environment = {name: x for name, x in os.environ.items() if name not in ("SITE_URL", "REPO_URL")}
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
+    subprocess.run(command, cwd=ROOT, env=environment | given, check=True, capture_output=True)
+    told = next(tmp_path.glob("*.egg-info/PKG-INFO")).read_text()
+    assert re.findall(r"^Project-URL: (.*)$", told, flags=re.M) == urls
+
+
+@pytest.mark.parametrize("address", ["x.org", "ftp://x.org", "https://", "https://x.org/a b"])
+def test_an_address_that_is_none(address, monkeypatch):
+    monkeypatch.setenv("REPO_URL", address)
+    with pytest.raises(SystemExit, match=f"REPO_URL is '{address}', want an address"):
+        setup.addresses()
 
 
 def test_what_is_for_any_gpu_is_in_both_tables():

@@ -130,13 +130,16 @@ constexpr int tile_named(const char *name) {
 }
 
 // Of few rows that begin between the L2's lines, whose times the rates do not foretell; -1: they may. 96x4608x4312 takes
-// 15.8 us by the first, 19.5 by the next best, 48x8192x4312 22.0 by the second (an H200, cuBLAS 15.1, 21.7).
+// 15.8 us by the first, 19.5 by the next best, 48x8192x4312 22.0 by the second (an H200, cuBLAS 15.1, 21.7). By the first
+// too 78x18944x3592 55.1, 60.4 as the rates have it, 99x8192x3696 25.5 and 29.6 (an H100, cuBLAS 58.0, 25.5).
 int few_rows_tile(const Gemm &g, const Sm90Operands &operands) {
   constexpr int kFewest = 33, kMost = 128;
   constexpr int64_t kLeastN = 2304, kMostN = 4800;  // of one wave
+  constexpr int64_t kManyN = 6144, kMostOfMany = 112;
   if (g.m < kFewest || g.m > kMost || g.n < kLeastN || g.batch.count > 1 || g.k_chunk) return -1;
   if (!operands.a.k_adjacent || !operands.b.k_adjacent) return -1;
-  if (g.n <= kMostN) return tile_named("cuda_gemm_sm90_64x80_2x4");
+  const bool many = g.m > kMost / 2 && g.m <= kMostOfMany && g.n >= kManyN;
+  if (g.n <= kMostN || many) return tile_named("cuda_gemm_sm90_64x80_2x4");
   return g.m <= kMost / 2 ? tile_named("cuda_gemm_sm90_64x128_wide") : -1;
 }
 
