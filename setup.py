@@ -50,7 +50,7 @@ def _name_of_link(link: re.Match[str]) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Where the sources and the documentation are, as `make docs` is told: REPO_URL and SITE_URL; without them nothing."""
+    """Where the sources and the documentation are, as `make docs` is told: REPO_URL and SITE_URL; else nothing."""
     found = {name: os.environ.get(name, "") for name in ("REPO_URL", "SITE_URL")}
     for name, address in found.items():
         if address and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):

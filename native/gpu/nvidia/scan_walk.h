@@ -122,6 +122,18 @@ template <int kOwn> __device__ __forceinline__ bool near_columns(const Strided &
          reinterpret_cast<uintptr_t>(x.data) % (2 * kOwn) == 0;
 }
 
+// Has states that are on their way arrive before a walk's loop: a wait for them there would be one of every tile, for what
+// is on its way to the next one. `zero`: 0, which the compiler does not know.
+template <int kOwn, int kRounds>
+__device__ __forceinline__ void wait_for_states(int zero, float (&state)[kOwn][kRounds][kScanLaneElements]) {
+#pragma unroll
+  for (int k = 0; k < kOwn; ++k)
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+      for (int i = 0; i < kScanLaneElements; ++i) state[k][r][i] = float_of(bits_of(state[k][r][i]) ^ uint32_t(zero));
+}
+
 // What an absent token is given, so that it leaves every state as it is: fmaf(-0, +0, s) is s.
 constexpr uint32_t kMinusZero = 0x80000000u;
 
@@ -132,12 +144,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRounds *kOwn <= 4 ? 3 : 2)
     selective_walk_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   using Own = Walk<kRounds, kOwn, kWarps>;
   constexpr int kTokens = Own::kTokens;
-  constexpr int kGatePass = Own::kWalkers / kTokens;  // heads
+  // Heads in a block, whose neighbouring columns are one thread's and one head's. Each is one thread's of a token: a loop
+  // over more would have loads of its own, and what comes behind it would wait for the next tile's.
+  constexpr int kHeads = Own::kColumns / kOwn;
+  static_assert(kHeads * kTokens <= Own::kWalkers);
   struct Shared {
     typename Own::Rows rows[2];
     float x[2][kTokens][Own::kColumns];
     float sums[kWarps][kTokens][Own::kOfToken];
-    float2 gates[2][kTokens][Own::kColumns];  // of heads: a step and a decay
+    float2 gates[2][kTokens][kHeads];  // a step and a decay
   };
   __shared__ __align__(16) Shared shared;
   const int64_t of_group = p.heads / p.groups * p.width, in_group = divide_up(of_group, Own::kColumns);
@@ -176,12 +191,12 @@ __global__ void __launch_bounds__(32 * kWarps, kRounds *kOwn <= 4 ? 3 : 2)
       if (!there) x.step = 0;
     }
     const int gate_token = int(threadIdx.x) % kTokens, gate_head = int(threadIdx.x) / kTokens;
+    const bool gated = gate_head < heads;
     dt = {p.dt.at(range.batch * p.dt.stride[0] + (range.begin + gate_token) * p.dt.stride[1] +
-                  (first_head + (gate_head < heads ? gate_head : 0)) * p.dt.stride[2]),
-          kGatePass * p.dt.stride[2] * size_of(p.dt.type), p.dt.type};
+                  (first_head + (gated ? gate_head : 0)) * p.dt.stride[2]),
+          kTokens * p.dt.stride[1] * size_of(p.dt.type), p.dt.type};
     const bool brings = Own::brings() && Own::brought_column() < columns;
-    const float first_a = element(p.a, (first_head + (gate_head < heads ? gate_head : 0)) * p.a.stride[0]);
-    const int64_t dt_of_tile = kTokens * p.dt.stride[1] * size_of(p.dt.type);
+    const float a = element(p.a, (first_head + (gated ? gate_head : 0)) * p.a.stride[0]);
     LoadedBits x_bits[Own::kNumbers], dt_bits;
     Pieces<kTokens, Own::kElements, Own::kWalkers, bf16> b_rows(
         p.b, range.batch * p.b.stride[0] + group * p.b.stride[2], range.begin),
@@ -193,8 +208,8 @@ __global__ void __launch_bounds__(32 * kWarps, kRounds *kOwn <= 4 ? 3 : 2)
       b_rows.load(left), c_rows.load(left);
 #pragma unroll
       for (int i = 0; i < Own::kNumbers; ++i) x_bits[i] = x.load<bf16>(i, brings && Own::brought_token(i) < left);
-      dt_bits = dt.load(0, gate_token < left && gate_head < heads);
-      x.at += Own::kNumbers * x.step;
+      dt_bits = dt.load(0, gated && gate_token < left);
+      x.at += Own::kNumbers * x.step, dt.at += dt.step;
     };
     const auto store = [&](int turn) {
       b_rows.store(&shared.rows[turn][0][0][0]), c_rows.store(&shared.rows[turn][1][0][0]);
@@ -203,18 +218,15 @@ __global__ void __launch_bounds__(32 * kWarps, kRounds *kOwn <= 4 ? 3 : 2)
         for (int i = 0; i < Own::kNumbers; ++i)
           shared.x[turn][Own::brought_token(i)][Own::brought_column()] =
               Own::brought_token(i) < left ? brought_number<bf16>(x.type, x_bits[i]) : float_of(kMinusZero);
-      for (int h = gate_head, i = 0; h < heads; h += kGatePass, ++i) {
-        if (i > 0) dt_bits = dt.load(i, gate_token < left);
+      if (gated) {
         const float step = number_of(dt.type, dt_bits);
-        shared.gates[turn][gate_token][h] =
-            gate_token < left
-                ? make_float2(step, exp_f32(step * (i ? element(p.a, (first_head + h) * p.a.stride[0]) : first_a)))
-                : make_float2(1.0f, 1.0f);
+        shared.gates[turn][gate_token][gate_head] =
+            gate_token < left ? make_float2(step, exp_f32(step * a)) : make_float2(1.0f, 1.0f);
       }
-      dt.at += dt_of_tile;
     };
     load(range.begin);
     store(0);
+    wait_for_states(int(blocks >> 32), state);
     int turn = 0;
     for (int64_t token = range.begin; token < range.end; token += kTokens, turn ^= 1) {
       const int count = range.end - token < kTokens ? int(range.end - token) : kTokens;
