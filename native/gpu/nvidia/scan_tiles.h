@@ -93,6 +93,15 @@ template <int kRounds> __device__ __forceinline__ ScanWorkspace of_rounds(ScanWo
   return workspace;
 }
 
+// Calls f(first, how many) for batches of what is to be read. All of a batch sets out before any of it is a number: of two
+// types that are known at run time, one after the other would be waited for.
+template <int count, int most, class F> __device__ __forceinline__ void in_batches(const F &f) {
+  constexpr int kBatch = count < most ? count : most;
+  static_assert(count % kBatch == 0);
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) f(first, std::integral_constant<int, kBatch>());
+}
+
 // What a tile's block has in shared memory: `numbers` of each token and column, `sums` over the states of each.
 template <int kRounds, int numbers_of, int sums_of> struct WideTile {
   static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements), kSums = sums_of;
@@ -256,17 +265,27 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       };
       const int64_t of_x = at(p.x) + column * p.x.stride[3], of_dy = at(p.dy) + column * p.dy.stride[3],
                     of_dt = at(p.dt);
-#pragma unroll 8
-      for (int i = 0; i < kTokens / kAtOnce; ++i) {
-        const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
-        const bool there = t < count;
-        const float x = number_of(p.x.type, bits_at(p.x, of_x + t * p.x.stride[1], there));
-        const float dt = number_of(p.dt.type, bits_at(p.dt, of_dt + t * p.dt.stride[1], there));
-        const float dy = number_of(p.dy.type, bits_at(p.dy, of_dy + t * p.dy.stride[1], there));
-        const auto put_number = [&](int which, float number) { tile.numbers[which][t][beside(c)] = number; };
-        put_number(kX, x), put_number(kDt, dt), put_number(kU, dt * x), put_number(kDecay, exp_f32(dt * a));
-        put_number(kDy, dy);
-      }
+      in_batches<kTokens / kAtOnce, 8>([&](int from, auto batch) {
+        constexpr int kBatch = decltype(batch)::value;
+        LoadedBits x_bits[kBatch], dt_bits[kBatch], dy_bits[kBatch];
+        const int first = int(threadIdx.x) / kColumns + from * kAtOnce;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int t = first + i * kAtOnce;
+          x_bits[i] = bits_at(p.x, of_x + t * p.x.stride[1], t < count);
+          dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], t < count);
+          dy_bits[i] = bits_at(p.dy, of_dy + t * p.dy.stride[1], t < count);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const auto put_number = [&](int which, float number) {
+            tile.numbers[which][first + i * kAtOnce][beside(c)] = number;
+          };
+          const float x = number_of(p.x.type, x_bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
+          put_number(kX, x), put_number(kDt, dt), put_number(kU, dt * x), put_number(kDecay, exp_f32(dt * a));
+          put_number(kDy, number_of(p.dy.type, dy_bits[i]));
+        }
+      });
       b_rows.store(&tile.rows[0][0][0]);
       c_rows.load(count);
       c_rows.store(&tile.rows[1][0][0]);
@@ -575,18 +594,29 @@ __global__ void __launch_bounds__(kBackThreads, 2)
                                                                                                        1, of_all) +
                                                                                                    head * p.width +
                                                                                                    first + c;
-#pragma unroll 8
-      for (int i = 0; i < kTokens / kAtOnce; ++i) {
-        const int t = int(threadIdx.x) / kColumns + i * kAtOnce;
-        const bool there = t < count;
-        const float out = number_of(p.dout.type, bits_at(p.dout, of_out + t * p.dout.stride[1], there));
-        const float beta = number_of(p.beta.type, bits_at(p.beta, of_beta + t * p.beta.stride[1], there));
-        const float m = there ? kept_m[t * workspace.columns] : 0.0f;
-        const float z = there ? kept_z[t * workspace.columns] : 0.0f;
-        const auto put_number = [&](int which, float number) { tile.numbers[which][t][beside(c)] = number; };
-        put_number(kM, m), put_number(kZ, z), put_number(kW, beta * m), put_number(kOfM, beta * z);
-        put_number(kOut, out);
-      }
+      in_batches<kTokens / kAtOnce, 4>([&](int from, auto batch) {
+        constexpr int kBatch = decltype(batch)::value;
+        LoadedBits out_bits[kBatch], beta_bits[kBatch];
+        float m[kBatch], z[kBatch];
+        const int first = int(threadIdx.x) / kColumns + from * kAtOnce;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int t = first + i * kAtOnce;
+          out_bits[i] = bits_at(p.dout, of_out + t * p.dout.stride[1], t < count);
+          beta_bits[i] = bits_at(p.beta, of_beta + t * p.beta.stride[1], t < count);
+          m[i] = t < count ? kept_m[t * workspace.columns] : 0.0f;
+          z[i] = t < count ? kept_z[t * workspace.columns] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const auto put_number = [&](int which, float number) {
+            tile.numbers[which][first + i * kAtOnce][beside(c)] = number;
+          };
+          const float beta = number_of(p.beta.type, beta_bits[i]);
+          put_number(kM, m[i]), put_number(kZ, z[i]), put_number(kW, beta * m[i]), put_number(kOfM, beta * z[i]);
+          put_number(kOut, number_of(p.dout.type, out_bits[i]));
+        }
+      });
       if (int(threadIdx.x) < count)
         decays[threadIdx.x] = exp_f32(element(p.g, of_g + int64_t(threadIdx.x) * p.g.stride[1]));
       q_rows.store(&tile.rows[0][0][0]);
