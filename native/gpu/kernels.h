@@ -271,8 +271,6 @@ pydet_status softmax_strided(const Softmax &);
 bool softmax_backward_strided_takes(const SoftmaxBackward &);
 bool softmax_backward_strided_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_strided(const SoftmaxBackward &);
-
-// nvidia/softmax_shifted.cu
 bool softmax_backward_shifted_takes(const SoftmaxBackward &);
 bool softmax_backward_shifted_prefers(const SoftmaxBackward &);
 pydet_status softmax_backward_shifted(const SoftmaxBackward &);
