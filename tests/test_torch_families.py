@@ -24,6 +24,7 @@ import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from pydet.torch.attention import _WITHOUT_EFFECT  # noqa: E402
+from pydet.torch.stock import registered  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -117,6 +118,7 @@ def calls(monkeypatch):
 
         return forward
 
+    monkeypatch.setitem(registered, "uniform", None)  # which is forgotten at the end
     pt.register_attention("uniform")
     for name in counts:
         transformers.AttentionInterface.register(name, counted(name))
