@@ -453,10 +453,16 @@ def check_steps(device, name, dtype):
     wider = sum(number % 4 > 0 and number % 5 != 3 for number in range(len(scans.STEPS)))
     scans.check_steps(device, name, dtype)
     assert device.taken == len(scans.STEPS) + wider + 1
+    selective = name == "selective_scan"
+    given_of = lambda states: (scans.scan_of if selective else scans.delta_of)(1, 2, 2, 8, 1, states, dtype)
     for states in (30, 260):
-        given = (scans.scan_of if name == "selective_scan" else scans.delta_of)(1, 1, 2, 8, 1, states, dtype)
-        scans.same(getattr(device, name)(*given), getattr(pydet, name)(*given))
+        scans.same(getattr(device, name)(*given_of(states)), getattr(pydet, name)(*given_of(states)))
     assert device.taken == len(scans.STEPS) + wider + 1
+    state = scans.states_of(1, 2, *((8, 64) if selective else (64, 8)))
+    want = getattr(pydet, name)(*given_of(64), initial=state, return_final=True)
+    y, _ = getattr(device, name)(*given_of(64), initial=state, final=state)  # which stays in its place
+    scans.same((y, state), want)
+    assert device.taken == len(scans.STEPS) + wider + 2
 
 
 @each("selective_scan", "_step")

@@ -35,15 +35,27 @@ def test_gated_delta(device, kernel, dtype):
     assert device.refused == 0
 
 
+def check_a_state_in_its_place(device, name, given, state):
+    want = getattr(pydet, name)(*given, initial=state, return_final=True)
+    moved = [None if x is None else device.to_device(x)[0] for x in given]
+    there = device.to_device(state)[0]
+    y, _ = getattr(pydet, name)(*moved, initial=there, final=there, kernel=device.kernel)
+    scans.same((device.to_host(y), device.to_host(there)), want)
+
+
 @each("selective_scan", "_step")
 def test_selective_scan_of_a_few_tokens(device, kernel, dtype):
     scans.check_steps(device, "selective_scan", dtype)
+    given, state = scans.scan_of(3, 1, 4, 8, 2, 128, dtype), scans.states_of(3, 4, 8, 128)
+    check_a_state_in_its_place(device, "selective_scan", given, state)
     assert device.refused == 0
 
 
 @each("gated_delta", "_step")
 def test_gated_delta_of_a_few_tokens(device, kernel, dtype):
     scans.check_steps(device, "gated_delta", dtype)
+    given, state = scans.delta_of(3, 1, 4, 8, 2, 128, dtype), scans.states_of(3, 4, 128, 8)
+    check_a_state_in_its_place(device, "gated_delta", given, state)
     assert device.refused == 0
 
 

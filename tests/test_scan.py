@@ -51,6 +51,7 @@ STEPS = [
     (2, 1, 3, 70, 1, 100),
     (2, 2, 132, 4, 2, 32),
     (1, 1, 264, 36, 1, 64),
+    (1, 2, 70, 132, 1, 32),
     (2, 1, 70, 4, 2, 128),
     (1, 1, 133, 66, 1, 252),
 ]
@@ -125,7 +126,7 @@ def check_wide(functions, name, dtype):
 
 
 def check_steps(functions, name, dtype):
-    """Against the CPU's kernels: each way to have states, a state that stays in its place, a pack."""
+    """Against the CPU's kernels: each way to have states, a pack."""
     selective = name == "selective_scan"
     for number, sizes in enumerate(STEPS):
         batch, _, heads, width, _, states = sizes

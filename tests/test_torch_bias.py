@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
-from torch_bits import differ, same  # noqa: E402
+from torch_bits import differ, give_attention, same  # noqa: E402
 
 SHAPES = [(2, 4, 7, 9), (1, 4, 7, 9), (2, 1, 7, 1), (1, 4, 1, 9), (1, 1, 1, 1)]
 
@@ -146,12 +146,6 @@ def sequence_to_sequence(transformers, family, dtype):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model.to(dtype)
-
-
-def give_attention(model, name="pydet"):
-    """To both stacks as well, which Transformers before 5.20 passes by."""
-    for part in (model, model.encoder, model.decoder):
-        part.set_attn_implementation(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

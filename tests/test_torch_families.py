@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pydet.torch.attention import _WITHOUT_EFFECT  # noqa: E402
 from pydet.torch.stock import registered  # noqa: E402
+from torch_bits import give_attention  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -155,13 +156,6 @@ def test_attention_of_a_family(calls, family):
     assert calls["uniform"] and not torch.allclose(other, want[0], rtol=1e-3, atol=1e-3), "this would see no fault"
 
 
-def give(model, name):
-    """Its attention, to parts too that Transformers before 5.20 passes by."""
-    for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel) and part._can_set_attn_implementation():
-            part.set_attn_implementation(name)
-
-
 ENCODERS = {
     **{"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "pad_token_id": 0},
     **{"num_decoder_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
@@ -184,9 +178,9 @@ def test_a_decoder_beside_an_encoder(calls, family):
     given = {"input_ids": tokens(), "decoder_input_ids": tokens()[:, :6]}
     masks = {f"{of}attention_mask": torch.ones_like(given[f"{of}input_ids"]) for of in ("", "decoder_")}
     with torch.no_grad():
-        give(model, "eager")
+        give_attention(model, "eager")
         eager = model(**given, **masks).logits
-        give(model, "pydet")
+        give_attention(model, "pydet")
         for more in ({}, masks):
             torch.testing.assert_close(model(**given, **more).logits, eager, rtol=1e-3, atol=1e-3)
     assert calls["pydet"]
@@ -198,9 +192,9 @@ def test_hand_written_attention_beside_one_that_asks(calls):
     torch.manual_seed(0)
     model = normal(transformers.GitForCausalLM(transformers.GitConfig(**sizes)))
     with torch.no_grad():
-        give(model, "eager")
+        give_attention(model, "eager")
         eager = model(tokens()).logits
-        give(model, "pydet")
+        give_attention(model, "pydet")
         torch.testing.assert_close(model(tokens()).logits, eager, rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that PyTorch's tests draw, and the comparison of their results word by word."""
+"""Tensors that PyTorch's tests draw, the comparison of their results word by word, and attention for a whole model."""
 
 import pytest
 import torch
@@ -20,3 +20,10 @@ def same(a, b):
 def differ(a, b):
     with pytest.raises(AssertionError, match="elements differ"):
         same(a, b)
+
+
+def give_attention(model, name="pydet"):
+    """To a model of Transformers, and to its parts that versions before 5.20 pass by."""
+    for part in model.modules():
+        if hasattr(part, "set_attn_implementation") and part._can_set_attn_implementation():
+            part.set_attn_implementation(name)

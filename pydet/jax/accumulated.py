@@ -262,14 +262,14 @@ def _accumulated(
 
     perform(found, 0)
     places = [small.eqns[place] for place in plan.sums]
-    start = [
-        jnp.asarray(read(found, e.invars[0]))
-        if _scattered(e)
-        else jnp.asarray(read(found, e.invars[0])).astype(jnp.float32)
-        if e.primitive.name == "scatter-add"
-        else jnp.zeros(e.outvars[0].aval.shape, jnp.float32)
-        for e in places
-    ]
+
+    def begun(equation: Any) -> Array:
+        if equation.primitive.name != "scatter-add":
+            return jnp.zeros(equation.outvars[0].aval.shape, jnp.float32)
+        table = jnp.asarray(read(found, equation.invars[0]))
+        return table if _scattered(equation) else table.astype(jnp.float32)
+
+    start = [begun(equation) for equation in places]
 
     def one(carry: list[Array], part: list[Array]) -> tuple[list[Array], None]:
         sums = dict(zip((e.outvars[0] for e in places), carry, strict=True))

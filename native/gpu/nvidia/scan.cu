@@ -224,14 +224,6 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
   }
 }
 
-template <class Problem>
-pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, int threads,
-                          void (*kernel)(Problem, int64_t)) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return launch_blocks(name, p, blocks, threads, kernel);
-}
-
 constexpr int kWalkWarps = 4, kMostWalkRounds = 8;
 template <int kRounds, int kOwn> constexpr int kWalkColumns = Walk<kRounds, kOwn, kWalkWarps>::kColumns;
 // Whether a walk's threads have two columns each, not one: so many blocks there would be of each kind. Those of one column

@@ -51,6 +51,27 @@ __device__ __forceinline__ float join_lanes(float sum) {
   return sum;
 }
 
+// Neighbouring numbers of a thread, as a vector.
+template <int kOwn> __device__ __forceinline__ void put_own(float *to, const float (&x)[kOwn]) {
+  if constexpr (kOwn == 4) *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
+  else if constexpr (kOwn == 2) *reinterpret_cast<float2 *>(to) = make_float2(x[0], x[1]);
+  else
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) to[k] = x[k];
+}
+template <int kOwn> __device__ __forceinline__ void get_own(float (&x)[kOwn], const float *from) {
+  if constexpr (kOwn == 4) {
+    const float4 got = *reinterpret_cast<const float4 *>(from);
+    x[0] = got.x, x[1] = got.y, x[2] = got.z, x[3] = got.w;
+  } else if constexpr (kOwn == 2) {
+    const float2 got = *reinterpret_cast<const float2 *>(from);
+    x[0] = got.x, x[1] = got.y;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) x[k] = from[k];
+  }
+}
+
 // How many elements are from this lane's first one on: element i of round r is there if r * kScanRound + i is below.
 __device__ __forceinline__ int left_of(int64_t states) { return int(states) - scan_lane() * kScanLaneElements; }
 // Element i of round r of this thread's lane.
@@ -289,6 +310,15 @@ pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, i
   const Launch where = {name, static_cast<gpu_stream>(p.stream),
                         dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(unsigned(threads))};
   return launch(where, kernel, p, blocks);
+}
+
+// The same, where it is all that a call launches.
+template <class Problem>
+pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, int threads,
+                          void (*kernel)(Problem, int64_t)) {
+  DeviceGuard guard(p.device.id);
+  if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
+  return launch_blocks(name, p, blocks, threads, kernel);
 }
 
 // f with the rounds that so many states fill as a compile-time constant: 1, 2, 4 and so on.

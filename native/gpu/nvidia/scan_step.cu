@@ -95,17 +95,6 @@ constexpr int kDeltaThreads = 32 * kScanLanes;
 // Neighbouring columns of a thread, where there are many blocks: a vector of each of its keys.
 template <int kRounds> constexpr int kMostOwn = kRounds <= 4 ? 4 : 2;
 
-template <int kOwn> struct Neighbours;
-template <> struct Neighbours<1> {
-  using Vector = float;
-};
-template <> struct Neighbours<2> {
-  using Vector = float2;
-};
-template <> struct Neighbours<4> {
-  using Vector = float4;
-};
-
 // What the lanes of a column leave in shared memory, added up as join_lanes does.
 template <int kColumns> __device__ __forceinline__ float joined(const float (&parts)[kScanLanes][kColumns],
                                                                 int column) {
@@ -120,7 +109,6 @@ template <int kRounds, int kOwn>
 __global__ void __launch_bounds__(kDeltaThreads, kRounds *kOwn >= 16 || kOwn == 4 ? 2 : 3)
     delta_step_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   constexpr int kColumns = 32 * kOwn;
-  using Vector = typename Neighbours<kOwn>::Vector;
   __shared__ __align__(16) float rows[2][kRounds * kScanRound];
   __shared__ __align__(16) float parts[2][kScanLanes][kColumns];  // of the sums over keys, and of those of queries
   const uint32_t width = uint32_t(p.width), in_head = (width + kColumns - 1) / kColumns, heads = uint32_t(p.heads);
@@ -142,10 +130,10 @@ __global__ void __launch_bounds__(kDeltaThreads, kRounds *kOwn >= 16 || kOwn == 
       make_opaque(apart);  // else all places would be computed first, and kept
 #pragma unroll
       for (int i = 0; i < kScanLaneElements; ++i) {
-        Vector got = {};
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k) state[r][i][k] = 0.0f;
         if (p.initial.data && mine && r * kScanRound + first_key < keys)
-          got = *reinterpret_cast<const Vector *>(from + (r * kScanRound + i) * apart);
-        memcpy(state[r][i], &got, sizeof got);
+          get_own(state[r][i], reinterpret_cast<const float *>(from + (r * kScanRound + i) * apart));
       }
     }
     const Sequences::Range range = p.sequences.range(sequence);
@@ -173,7 +161,7 @@ __global__ void __launch_bounds__(kDeltaThreads, kRounds *kOwn >= 16 || kOwn == 
             sum[k] = fmaf(part(key, i), state[r][i][k], sum[k]);
           }
       }
-      memcpy(&parts[0][lane][own], sum, sizeof sum);
+      put_own(&parts[0][lane][own], sum);
       __syncthreads();
       float w[kOwn];
 #pragma unroll
@@ -191,7 +179,7 @@ __global__ void __launch_bounds__(kDeltaThreads, kRounds *kOwn >= 16 || kOwn == 
             sum[k] = fmaf(part(query, i), state[r][i][k], sum[k]);
           }
       }
-      memcpy(&parts[1][lane][own], sum, sizeof sum);
+      put_own(&parts[1][lane][own], sum);
       __syncthreads();
       // Nobody writes the second parts, or reads the rows, until all have met again.
       if (int(threadIdx.x) < kColumns && first + threadIdx.x < width)
@@ -207,10 +195,8 @@ __global__ void __launch_bounds__(kDeltaThreads, kRounds *kOwn >= 16 || kOwn == 
         float x[kOwn];
 #pragma unroll
         for (int k = 0; k < kOwn; ++k) x[k] = canonical(state[r][i][k]);
-        Vector all;
-        memcpy(&all, x, sizeof all);
         if (p.final.data && mine && r * kScanRound + first_key < keys)
-          *reinterpret_cast<Vector *>(to + (r * kScanRound + i) * apart) = all;
+          put_own(reinterpret_cast<float *>(to + (r * kScanRound + i) * apart), x);
       }
     }
     __syncthreads();  // where blocks follow each other
@@ -238,13 +224,11 @@ bool selective_step_takes(const SelectiveScan &p) {
 bool selective_step_prefers(const SelectiveScan &p) { return few_tokens(p.sequences); }
 
 pydet_status selective_step(const SelectiveScan &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("selective_scan", guard.error());
   const int64_t blocks = p.sequences.count * p.groups * divide_up(p.heads / p.groups * p.width, kSelectiveColumns);
   return with_rounds<1, kMostStepStates>(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
-    return launch_blocks("selective_scan", p, blocks, kSelectiveThreads,
-                         p.each_state ? selective_step_kernel<kRounds, true> : selective_step_kernel<kRounds, false>);
+    return launch_alone("selective_scan", p, blocks, kSelectiveThreads,
+                        p.each_state ? selective_step_kernel<kRounds, true> : selective_step_kernel<kRounds, false>);
   });
 }
 
@@ -255,16 +239,14 @@ bool delta_step_takes(const GatedDelta &p) {
 bool delta_step_prefers(const GatedDelta &p) { return few_tokens(p.sequences); }
 
 pydet_status delta_step(const GatedDelta &p) {
-  DeviceGuard guard(p.device.id);
-  if (guard.error() != kGpuSuccess) return device_error("gated_delta", guard.error());
   return with_rounds<1, kMostStepStates>(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds, kOwn = kMostOwn<kRounds>;
     const auto blocks = [&](int64_t own) { return p.sequences.count * p.heads * divide_up(p.width, 32 * own); };
     // Few blocks of many columns would leave multiprocessors without work.
     if (p.width % kOwn == 0 && in_vectors(p.initial, p.width, kOwn) && in_vectors(p.final, p.width, kOwn) &&
         blocks(kOwn) >= gpu_multiprocessors(p.device.id))
-      return launch_blocks("gated_delta", p, blocks(kOwn), kDeltaThreads, delta_step_kernel<kRounds, kOwn>);
-    return launch_blocks("gated_delta", p, blocks(1), kDeltaThreads, delta_step_kernel<kRounds, 1>);
+      return launch_alone("gated_delta", p, blocks(kOwn), kDeltaThreads, delta_step_kernel<kRounds, kOwn>);
+    return launch_alone("gated_delta", p, blocks(1), kDeltaThreads, delta_step_kernel<kRounds, 1>);
   });
 }
 

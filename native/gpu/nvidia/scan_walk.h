@@ -33,26 +33,6 @@ template <int kRounds, int kOwn, int kWarps> struct Walk {
   static __device__ __forceinline__ bool brings() { return int(threadIdx.x) < kPass * kColumns; }
 };
 
-template <int kOwn> __device__ __forceinline__ void put_own(float *to, const float (&x)[kOwn]) {
-  if constexpr (kOwn == 4) *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
-  else if constexpr (kOwn == 2) *reinterpret_cast<float2 *>(to) = make_float2(x[0], x[1]);
-  else
-#pragma unroll
-    for (int k = 0; k < kOwn; ++k) to[k] = x[k];
-}
-template <int kOwn> __device__ __forceinline__ void get_own(float (&x)[kOwn], const float *from) {
-  if constexpr (kOwn == 4) {
-    const float4 got = *reinterpret_cast<const float4 *>(from);
-    x[0] = got.x, x[1] = got.y, x[2] = got.z, x[3] = got.w;
-  } else if constexpr (kOwn == 2) {
-    const float2 got = *reinterpret_cast<const float2 *>(from);
-    x[0] = got.x, x[1] = got.y;
-  } else {
-#pragma unroll
-    for (int k = 0; k < kOwn; ++k) x[k] = from[k];
-  }
-}
-
 // Numbers one behind the other in steps of bytes, of any type: what is loaded is a number when it is asked for.
 struct Stepped {
   const char *at;
@@ -122,8 +102,8 @@ template <int kOwn> __device__ __forceinline__ bool near_columns(const Strided &
          reinterpret_cast<uintptr_t>(x.data) % (2 * kOwn) == 0;
 }
 
-// Has states that are on their way arrive before a walk's loop: a wait for them there would be one of every tile, for what
-// is on its way to the next one. `zero`: 0, which the compiler does not know.
+// Uses the states before a walk's loop, so that they have arrived. Else their first use in the loop would wait, in each
+// tile, for all loads on their way, which are the next tile's. `zero`: 0, which the compiler does not know.
 template <int kOwn, int kRounds>
 __device__ __forceinline__ void wait_for_states(int zero, float (&state)[kOwn][kRounds][kScanLaneElements]) {
 #pragma unroll
@@ -144,8 +124,8 @@ __global__ void __launch_bounds__(32 * kWarps, kRounds *kOwn <= 4 ? 3 : 2)
     selective_walk_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   using Own = Walk<kRounds, kOwn, kWarps>;
   constexpr int kTokens = Own::kTokens;
-  // Heads in a block, whose neighbouring columns are one thread's and one head's. Each is one thread's of a token: a loop
-  // over more would have loads of its own, and what comes behind it would wait for the next tile's.
+  // Heads in a block at most, since the columns of a thread are of one head. So a thread brings the step of one head and
+  // token. A loop over heads would have loads in it, and the code behind it would wait for those of the next tile too.
   constexpr int kHeads = Own::kColumns / kOwn;
   static_assert(kHeads * kTokens <= Own::kWalkers);
   struct Shared {
