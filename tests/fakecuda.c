@@ -133,6 +133,15 @@ EXPORT cudaError_t cudaSetDevice(int id) {
   fake.device = id, fake.context = 1;
   return cudaSuccess;
 }
+static int shared_kilobytes(int capability) {
+  switch (capability) {
+    case 80: return 163;
+    case 86:
+    case 89:
+    case 120: return 99;
+    default: return 227;
+  }
+}
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int id) {
   CALL("cudaDeviceGetAttribute");
   if (id < 0 || id >= fake.devices) return cudaErrorInvalidDevice;
@@ -140,7 +149,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
     case cudaDevAttrComputeCapabilityMajor: *value = fake.capability / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = fake.capability % 10; break;
     case cudaDevAttrMultiProcessorCount: *value = 132; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_kilobytes(fake.capability) << 10; break;
     case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
     default: *value = 0;
   }

@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ import test_scan as scans
 import test_scan_backward as scan_gradients
 import xla_frames as frames
 from cases import DTYPES, assert_same_bits, data
+from conftest import run_python
 from pydet import frameworks
 from reference_activation import KINDS
 from test_cuda import UNSUPPORTED, each, small_products
@@ -544,6 +546,26 @@ def test_selective_scan_backward(device, kernel, dtype):
 def test_wide_gated_delta(device, kernel, dtype):
     scans.check_wide(device, "gated_delta", dtype)
     assert device.taken == len(scans.WIDE) + 1
+
+
+SMALL_SHARED = """
+import ctypes, os, sys
+ctypes.CDLL(os.environ["PYDET_LIBRARY"]).fakecuda_reset(2, 86, 13000, -1, 999, False, None)
+sys.path.insert(0, sys.argv[1])
+import test_cuda_emulated as emulated
+emulated.frameworks.FRAMEWORKS[emulated.__name__, "Memory"] = emulated.Framework
+for name in ("selective_scan", "gated_delta"):
+    for dtype in ("bf16", "fp32"):
+        device = emulated.Emulated(f"cuda_{name}")
+        emulated.scans.check_wide(device, name, dtype)
+        assert device.taken == len(emulated.scans.WIDE) + 1
+"""
+
+
+def test_scans_where_shared_memory_is_small():
+    """What walks is chosen by what a multiprocessor holds: here 99 KB."""
+    run = run_python("-c", SMALL_SHARED, Path(__file__).parent)
+    assert run.returncode == 0, run.stderr
 
 
 @each("gated_delta_backward")

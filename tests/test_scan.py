@@ -24,9 +24,9 @@ SCANS = [
     (1, 2, 6, 12, 3, 65),
     (2, 1, 1, 64, 1, 128),
 ]
-# States of whole rounds, of which a GPU's threads have several columns: around its turns of 4 tokens and tiles of 8,
-# its blocks of 16 and 32 columns, heads that end within a thread's columns; enough blocks for threads of two columns. A
-# decay for each head.
+# States of whole rounds, of which a GPU's threads have several columns: around its turns of 4 tokens and its tiles of 8 and
+# 16, several of them; heads that end within a thread's columns. A decay for each head. The last ones have the columns that
+# 132 multiprocessors walk in blocks of 16, 32, 40 and 64.
 WIDE = [
     (1, 1, 2, 64, 1, 128),
     (2, 7, 2, 13, 2, 32),
@@ -36,6 +36,14 @@ WIDE = [
     (1, 6, 35, 66, 1, 64),
     (9, 3, 2, 128, 1, 256),
     (1, 17, 46, 50, 1, 32),
+    (1, 83, 2, 70, 1, 128),
+    (2, 70, 2, 24, 1, 256),
+    (1, 15, 31, 69, 1, 128),
+    (1, 31, 31, 69, 1, 256),
+    (1, 49, 62, 69, 1, 128),
+    (1, 16, 62, 69, 1, 64),
+    (1, 37, 62, 69, 1, 32),
+    (1, 33, 77, 69, 1, 128),
 ]
 # What a GPU's kernels of a few tokens take: states of whole vectors, around a round of 32; blocks of 16 and 32 columns,
 # and so many blocks that threads have vectors of columns.
@@ -117,6 +125,9 @@ def check_wide(functions, name, dtype):
         own = {"return_final": True}
         if number % 2:
             own["initial"] = states_of(batch, heads, *((width, states) if selective else (states, width)))
+        if number % 3 == 0:  # columns of heads that lie apart
+            place = 0 if selective else 2
+            given = [*given[:place], np.concatenate([given[place]] * 2, -1)[..., :width], *given[place + 1 :]]
         same(getattr(functions, name)(*given, **own), getattr(pydet, name)(*given, **own), sizes)
     starts = np.int32([0, 3, 3, 4, 20, 29])
     given = (scan_of if selective else delta_of)(1, 29, 2, 12, 1, 128, dtype, 7)

@@ -3,12 +3,13 @@
 // A block has some neighbouring columns, which are independent, and walks the tokens of a sequence. Each column has a team
 // of eight threads, one for each lane of a sum over the states: its states stay in its registers. What the columns share, the
 // two rows of a token, comes through shared memory, some tokens at a time; those of the next ones are on their way while a
-// block works. Of states that fill their rounds scan_walk.h has more.
+// block works. Of states that fill their rounds scan_crew.h has more.
 
 #include "contract/elementary.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/scan.h"
-#include "gpu/nvidia/scan_walk.h"
+#include "gpu/nvidia/scan_delta.h"
+#include "gpu/nvidia/scan_selective.h"
 
 namespace pydet {
 namespace {
@@ -224,15 +225,25 @@ __global__ void __launch_bounds__(kWalkers, kBlocksHeld<kRounds>)
   }
 }
 
-constexpr int kWalkWarps = 4, kMostWalkRounds = 8;
-template <int kRounds, int kOwn> constexpr int kWalkColumns = Walk<kRounds, kOwn, kWalkWarps>::kColumns;
-// Whether a walk's threads have two columns each, not one: so many blocks there would be of each kind. Those of one column
-// are faster where each multiprocessor has one at most, or holds all of its own side by side, and those of two are no even
-// load.
-bool by_pairs(const Device &device, int64_t of_one, int64_t of_two, int held) {
-  const int64_t multiprocessors = gpu_multiprocessors(device.id);
-  return of_one > multiprocessors && (of_two <= multiprocessors || of_one > held * multiprocessors);
-}
+constexpr int kMostWalkRounds = 8;
+constexpr int64_t kMostWalkTokens = int64_t(1) << 30;  // of a sequence, whose tokens a thread counts in 32 bits
+constexpr int64_t kMostOwn = 5;                        // columns of a thread, which are of two heads at most
+constexpr int kSelectivePerState = 3, kDeltaPerState = 4;
+
+// Crews by rounds, whose registers are no more than there are.
+template <int kRounds, bool bf16> struct SelectiveCrews
+    : BestCrew<SelectiveShared, Crew<kRounds, 4, 4, 1, 128>, Crew<kRounds, 2, 4, 1, 128>> {};
+template <bool bf16> struct SelectiveCrews<4, bf16>
+    : BestCrew<SelectiveShared, Crew<4, 5, 2, 2, 128>, Crew<4, 4, 4, 1, 128>, Crew<4, 4, 2, 2, 128>,
+               Crew<4, 2, 2, 2, 128>, Crew<4, 2, 4, 1, 128>> {};
+template <> struct SelectiveCrews<8, true>
+    : BestCrew<SelectiveShared, Crew<8, 4, 2, 2, 128>, Crew<8, 2, 2, 2, 128>, Crew<8, 1, 4, 1, 128, 1, 2>> {};
+template <> struct SelectiveCrews<8, false>
+    : BestCrew<SelectiveShared, Crew<8, 2, 2, 2, 128>, Crew<8, 1, 4, 1, 128, 1, 2>> {};
+template <int kRounds> struct DeltaCrews
+    : BestCrew<DeltaShared, Crew<kRounds, 2, 8, 1, 64, 4>, Crew<kRounds, 2, 4, 1, 64, 4>, Crew<kRounds, 1, 4, 1, 64, 4>,
+               Crew<kRounds, 1, 4, 1, 64>> {};
+template <> struct DeltaCrews<8> : BestCrew<DeltaShared, Crew<8, 1, 4, 1, 64, 4>, Crew<8, 1, 4, 1, 64>> {};
 
 }  // namespace
 
@@ -248,17 +259,18 @@ pydet_status selective_scan(const SelectiveScan &p) {
     };
     if constexpr (kRounds <= kMostWalkRounds)
       if (p.states == kRounds * kScanRound && !p.each_state && rows_in_pieces(p.b, p.states) &&
-          rows_in_pieces(p.c, p.states)) {
-        const auto walk = [&](auto own) {
-          constexpr int kOwn = own;
-          return launch_alone(name, p, blocks(kWalkColumns<kRounds, kOwn>), 32 * kWalkWarps,
-                              bf16 ? selective_walk_kernel<kRounds, kOwn, kWalkWarps, true>
-                                   : selective_walk_kernel<kRounds, kOwn, kWalkWarps, false>);
+          rows_in_pieces(p.c, p.states) && p.width >= kMostOwn && p.sequences.tokens <= kMostWalkTokens) {
+        pydet_status status = PYDET_OK;
+        const int64_t pieces = p.sequences.count * p.groups, columns = p.heads / p.groups * p.width;
+        const auto by_type = [&](auto known) {
+          constexpr bool kKnown = decltype(known)::value;
+          return SelectiveCrews<kRounds, kKnown>::launch(p.device, pieces, columns, kSelectivePerState, [&](auto crew) {
+            using Own = decltype(crew);
+            status = launch_alone(name, p, pieces * divide_up(columns, int64_t(Own::kColumns)), Own::kThreads,
+                                  selective_walk_kernel<Own, kKnown>, int(sizeof(SelectiveShared<Own>)));
+          });
         };
-        if (p.width % 2 == 0 && by_pairs(p.device, blocks(kWalkColumns<kRounds, 1>), blocks(kWalkColumns<kRounds, 2>),
-                                         kRounds <= 4 ? 3 : 2))
-          return walk(std::integral_constant<int, 2>());
-        return walk(std::integral_constant<int, 1>());
+        if (bf16 ? by_type(std::true_type()) : by_type(std::false_type())) return status;
       }
     void (*kernel)(SelectiveScan, int64_t) = selective_scan_kernel<kRounds, false>;
     if constexpr (kRounds * kScanRound <= kMostOwnDecays)
@@ -273,16 +285,16 @@ pydet_status gated_delta(const GatedDelta &p) {
     constexpr int kRounds = rounds;
     const auto blocks = [&](int64_t columns) { return p.sequences.count * p.heads * divide_up(p.width, columns); };
     if constexpr (kRounds <= kMostWalkRounds)
-      if (p.keys == kRounds * kScanRound && rows_in_pieces(p.q, p.keys) && rows_in_pieces(p.k, p.keys)) {
-        const auto walk = [&](auto own) {
-          constexpr int kOwn = own;
-          return launch_alone(name, p, blocks(kWalkColumns<kRounds, kOwn>), 32 * kWalkWarps,
-                              delta_walk_kernel<kRounds, kOwn, kWalkWarps>);
-        };
-        if constexpr (kRounds <= 4)
-          if (by_pairs(p.device, blocks(kWalkColumns<kRounds, 1>), blocks(kWalkColumns<kRounds, 2>), 2))
-            return walk(std::integral_constant<int, 2>());
-        return walk(std::integral_constant<int, 1>());
+      if (p.keys == kRounds * kScanRound && rows_in_pieces(p.q, p.keys) && rows_in_pieces(p.k, p.keys) &&
+          p.sequences.tokens <= kMostWalkTokens) {
+        pydet_status status = PYDET_OK;
+        const auto launched =
+            DeltaCrews<kRounds>::launch(p.device, p.sequences.count * p.heads, p.width, kDeltaPerState, [&](auto crew) {
+              using Own = decltype(crew);
+              status = launch_alone(name, p, blocks(Own::kColumns), Own::kThreads, delta_walk_kernel<Own>,
+                                    int(sizeof(DeltaShared<Own>)));
+            });
+        if (launched) return status;
       }
     return launch_alone(name, p, blocks(Tile<kRounds>::kColumns), kWalkers, gated_delta_kernel<kRounds>);
   });

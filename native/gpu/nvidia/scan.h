@@ -33,11 +33,11 @@ __device__ __forceinline__ float number_of(Type type, LoadedBits bits) {
   if (type == Type::f32) return float_of(bits.wide);
   return type == Type::bf16 ? f32_from_bf16(bits.narrow) : f32_from_f16(bits.narrow);
 }
-__device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) {
-  char *at = to.at(offset);
-  if (to.type == Type::f32) *reinterpret_cast<float *>(at) = canonical(x);
-  else *reinterpret_cast<uint16_t *>(at) = to.type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
+__device__ __forceinline__ void put_at(Type type, char *at, float x) {
+  if (type == Type::f32) *reinterpret_cast<float *>(at) = canonical(x);
+  else *reinterpret_cast<uint16_t *>(at) = type == Type::bf16 ? bf16_from_f32(x) : f16_from_f32(x);
 }
+__device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) { put_at(to.type, to.at(offset), x); }
 
 // A warp has four teams of eight threads, one for each lane of a sum. Neighbouring threads are of four teams and one lane:
 // what all of them read of a row then is the same, and shared memory answers half a warp at a time.
@@ -195,24 +195,28 @@ template <int kTokens, int kElements, int threads, bool bf16 = false> struct Pie
   const char *at;
   int64_t of_token;  // bytes
   Type type;
+  int thread;
   uint32_t bits[kCount][bf16 ? 2 : 4];
 
-  __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token)
-      : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type) {
+  __device__ __forceinline__ Pieces(const Strided &rows, int64_t first, int64_t token, int thread = int(threadIdx.x))
+      : of_token(rows.stride[1] * size_of(rows.type)), type(rows.type), thread(thread) {
     go_to(rows, first, token);
   }
   __device__ __forceinline__ void go_to(const Strided &rows, int64_t first, int64_t token) {
-    at = rows.at(first + threadIdx.x % kOfRow * 4) + (token + threadIdx.x / kOfRow) * of_token;
+    at = rows.at(first + thread % kOfRow * 4) + (token + thread / kOfRow) * of_token;
   }
   template <class Bits> __device__ __forceinline__ void load_as(int left) {
+    constexpr bool kEven = kCount * kPass == kTokens;  // steps of these lead to the next tile
+    const char *from = at;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       Bits got = {};
-      const int token = int(threadIdx.x) / kOfRow + j * kPass;
-      if (token < left && token < kTokens) got = *reinterpret_cast<const Bits *>(at + j * kPass * of_token);
+      const int token = thread / kOfRow + j * kPass;
+      if (token < left && token < kTokens) got = *reinterpret_cast<const Bits *>(from);
       memcpy(bits[j], &got, sizeof got);
+      if (kEven || j + 1 < kCount) from += kPass * of_token;
     }
-    at += kTokens * of_token;
+    at = kEven ? from : at + kTokens * of_token;
   }
   // Sets out to read the next tile's rows, of which `left` are there.
   __device__ __forceinline__ void load(int left) {
@@ -223,7 +227,7 @@ template <int kTokens, int kElements, int threads, bool bf16 = false> struct Pie
   template <Type of> __device__ __forceinline__ void store_as(float *to) const {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      if (kAll < threads && int(threadIdx.x) >= kAll) break;
+      if (kAll < threads && thread >= kAll) break;
       float y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -232,7 +236,7 @@ template <int kTokens, int kElements, int threads, bool bf16 = false> struct Pie
         else if constexpr (of == Type::bf16) y[i] = f32_from_bf16(uint16_t(word >> i % 2 * 16));
         else y[i] = f32_from_f16(uint16_t(word >> i % 2 * 16));
       }
-      *reinterpret_cast<float4 *>(to + (j * threads + int(threadIdx.x)) * 4) = make_float4(y[0], y[1], y[2], y[3]);
+      *reinterpret_cast<float4 *>(to + (j * threads + thread) * 4) = make_float4(y[0], y[1], y[2], y[3]);
     }
   }
   __device__ __forceinline__ void store(float *to) const {
@@ -302,23 +306,24 @@ constexpr int64_t kMostBlocks = int64_t(1) << 24;  // more are walked in turns
 // Its device must be current (DeviceGuard).
 template <class Problem>
 pydet_status launch_blocks(const char *name, const Problem &p, int64_t blocks, int threads,
-                           void (*kernel)(Problem, int64_t)) {
+                           void (*kernel)(Problem, int64_t), int shared_bytes = 0) {
   if (blocks == 0) return PYDET_OK;
   if (blocks > INT32_MAX)
     return fail(PYDET_UNSUPPORTED, "%s: %lld blocks of columns and tokens, want at most 2147483647", name,
                 static_cast<long long>(blocks));
   const Launch where = {name, static_cast<gpu_stream>(p.stream),
-                        dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(unsigned(threads))};
+                        dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(unsigned(threads)),
+                        shared_bytes};
   return launch(where, kernel, p, blocks);
 }
 
 // The same, where it is all that a call launches.
 template <class Problem>
 pydet_status launch_alone(const char *name, const Problem &p, int64_t blocks, int threads,
-                          void (*kernel)(Problem, int64_t)) {
+                          void (*kernel)(Problem, int64_t), int shared_bytes = 0) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error(name, guard.error());
-  return launch_blocks(name, p, blocks, threads, kernel);
+  return launch_blocks(name, p, blocks, threads, kernel, shared_bytes);
 }
 
 // f with the rounds that so many states fill as a compile-time constant: 1, 2, 4 and so on.

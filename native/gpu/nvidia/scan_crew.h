@@ -1,0 +1,125 @@
+// Blocks that walk the tokens of scans (NUMERICS.md, "Scans"), for states that fill their rounds and rows of whole pieces.
+//
+// The states of a call are few for a GPU: each scheduler has a warp or two that walk. So these do nothing else. Other warps
+// of the block bring the numbers of the tile after the next one, as they are used, and add up and write the results of the
+// tile before. All meet once a tile.
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/nvidia/scan.h"
+
+namespace pydet {
+namespace {
+
+// A number for each of a warp's threads and kPad more, kOwn of them: in vectors of four, and the rest.
+template <int kOwn, int kPad> struct OwnNumbers {
+  static constexpr int kFours = kOwn / 4, kRest = kOwn % 4, kSlots = 32 + kPad;
+  static_assert(kRest != 3);
+  float all[kOwn * kSlots];
+
+  __device__ __forceinline__ void put(int slot, const float (&x)[kOwn]) {
+#pragma unroll
+    for (int f = 0; f < kFours; ++f)
+      *reinterpret_cast<float4 *>(all + (f * kSlots + slot) * 4) =
+          make_float4(x[4 * f], x[4 * f + 1], x[4 * f + 2], x[4 * f + 3]);
+    float *const rest = all + kFours * kSlots * 4 + slot * kRest;
+    if constexpr (kRest == 1) rest[0] = x[kOwn - 1];
+    if constexpr (kRest == 2) *reinterpret_cast<float2 *>(rest) = make_float2(x[kOwn - 2], x[kOwn - 1]);
+  }
+  __device__ __forceinline__ void get(int slot, float (&x)[kOwn]) const {
+#pragma unroll
+    for (int f = 0; f < kFours; ++f) {
+      const float4 got = *reinterpret_cast<const float4 *>(all + (f * kSlots + slot) * 4);
+      x[4 * f] = got.x, x[4 * f + 1] = got.y, x[4 * f + 2] = got.z, x[4 * f + 3] = got.w;
+    }
+    const float *const rest = all + kFours * kSlots * 4 + slot * kRest;
+    if constexpr (kRest == 1) x[kOwn - 1] = rest[0];
+    if constexpr (kRest == 2) {
+      const float2 got = *reinterpret_cast<const float2 *>(rest);
+      x[kOwn - 2] = got.x, x[kOwn - 1] = got.y;
+    }
+  }
+  // The sum over the lanes of what the threads of a team put here.
+  __device__ __forceinline__ void join(int team, float (&sum)[kOwn]) const {
+    float s[kScanLanes][kOwn];
+#pragma unroll
+    for (int e = 0; e < kScanLanes; ++e) get(e * kTeams + team, s[e]);
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k)
+      sum[k] = ((s[0][k] + s[4][k]) + (s[2][k] + s[6][k])) + ((s[1][k] + s[5][k]) + (s[3][k] + s[7][k]));
+  }
+};
+
+// A number of any type, or of bf16 where it is known to be: on its way, and as it is used.
+template <bool bf16> __device__ __forceinline__ LoadedBits bits_from(const char *from, Type type, bool there) {
+  LoadedBits bits = {};
+  if constexpr (bf16) {
+    if (there) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
+    return bits;
+  }
+  if (there && type == Type::f32) bits.wide = *reinterpret_cast<const uint32_t *>(from);
+  if (there && type != Type::f32) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
+  return bits;
+}
+template <bool bf16> __device__ __forceinline__ float number_from(Type type, LoadedBits bits) {
+  if constexpr (bf16) return f32_from_bf16(bits.narrow);
+  else return number_of(type, bits);
+}
+template <bool bf16> __device__ __forceinline__ void put_number(Type type, char *to, float x) {
+  if constexpr (bf16) *reinterpret_cast<uint16_t *>(to) = bf16_from_f32(x);
+  else put_at(type, to, x);
+}
+
+// A walking thread has kOwn neighbouring columns, a slot, and of their states a part of the rounds: a warp of each of
+// kSplit parts goes on with the sums of the part before, a tile later. Two crews of kHelpers threads bring; a helper is of
+// one slot and kTimes tokens of a tile.
+// A loop goes on by kTurn tokens: more are more code than is kept near.
+template <int rounds, int own, int groups, int split, int helpers, int times = 1,
+          int turn = (own * rounds / split < 16 ? 4 : 2)>
+struct Crew {
+  static constexpr int kRounds = rounds, kOwn = own, kGroups = groups, kSplit = split, kHelpers = helpers,
+                       kTimes = times, kTurn = turn;
+  static constexpr int kWalkers = 32 * kGroups * kSplit, kThreads = kWalkers + 2 * kHelpers;
+  static constexpr int kSlots = kGroups * kTeams, kColumns = kSlots * kOwn;
+  static constexpr int kApart = kHelpers / kSlots, kTokens = kTimes * kApart;  // tokens of a helper are kApart apart
+  static constexpr int kElements = kRounds * kScanRound, kPart = kRounds / kSplit;
+  static_assert(kRounds % kSplit == 0 && kHelpers % kSlots == 0);
+  // Tiles in shared memory: those that are walked, a part's each, the next one, and one that is brought.
+  static constexpr int kStages = kSplit + 2;
+  static_assert(kTokens % kTurn == 0);
+  using Sums = OwnNumbers<kOwn, kTeams>;
+
+  enum Role { kWalks, kBrings, kWrites };
+  static __device__ __forceinline__ Role role() {
+    return int(threadIdx.x) < kWalkers ? kWalks : int(threadIdx.x) < kWalkers + kHelpers ? kBrings : kWrites;
+  }
+  static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 < kStages ? stage + 1 : 0; }
+};
+
+// The crew of `Crews` that is done first, by its tiles' instructions: f is called with it, and with whether there is one,
+// which a multiprocessor's shared memory decides. columns: of a call, in pieces that blocks do not share. per_state:
+// instructions of a walking thread for a state and token.
+template <template <class> class Shared, class... Crews> struct BestCrew {
+  template <class F> static bool launch(const Device &device, int64_t pieces, int64_t columns, int per_state,
+                                        const F &f) {
+    constexpr int kOfToken = 50;  // instructions that are no state's
+    const auto cost = [&](auto crew) -> int64_t {
+      using Own = decltype(crew);
+      if (int(sizeof(Shared<Own>)) > gpu_shared_bytes(device.id)) return INT64_MAX;
+      const int64_t blocks = pieces * divide_up(columns, int64_t(Own::kColumns));
+      return divide_up(blocks, int64_t(gpu_multiprocessors(device.id))) *
+             (Own::kWalkers * Own::kOwn * Own::kPart * kScanLaneElements * per_state / 128 + kOfToken);
+    };
+    const int64_t costs[] = {cost(Crews())...};
+    const int64_t least = *std::min_element(costs, costs + sizeof...(Crews));
+    if (least == INT64_MAX) return false;
+    int n = 0;
+    bool done = false;
+    ((costs[n++] == least && !done ? (f(Crews()), done = true) : false), ...);
+    return true;
+  }
+};
+
+}  // namespace
+}  // namespace pydet
