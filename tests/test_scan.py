@@ -24,9 +24,9 @@ SCANS = [
     (1, 2, 6, 12, 3, 65),
     (2, 1, 1, 64, 1, 128),
 ]
-# States of whole rounds, of which a GPU's threads have several columns: around its turns of 4 tokens and its tiles of 8 and
-# 16, several of them; heads that end within a thread's columns. A decay for each head. The last ones have the columns that
-# 132 multiprocessors walk in blocks of 16, 32, 40 and 64.
+# States of whole rounds, of which a GPU's threads have several columns: around its turns of 4 tokens and its tiles of
+# 8 and 16, several of them; heads that end within a thread's columns. A decay for each head. The last ones have the
+# columns that 132 multiprocessors walk in blocks of 16, 32, 40 and 64.
 WIDE = [
     (1, 1, 2, 64, 1, 128),
     (2, 7, 2, 13, 2, 32),
