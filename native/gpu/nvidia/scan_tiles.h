@@ -128,24 +128,53 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
   __device__ __forceinline__ float4 vector(int which, int t, int r) const {
     return *reinterpret_cast<const float4 *>(&rows[which][t][r * kScanRound + first_state()]);
   }
+  // Sets out to bring this thread's states of four columns, as they are kept before the tile, to where the last of those
+  // held were; there they are waited for.
+  __device__ __forceinline__ void bring_kept(const float *kept) {
+    const float *const own = kept + set() * kElements + first_state();
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+        copy_async_16(&held[kBackHeld - 1][k][r][threadIdx.x], own + 8 * k * kElements + r * kScanRound, 16);
+    commit_copies();
+  }
+  __device__ __forceinline__ void take_held(int i, float (&state)[kBackOwn][kRounds][4]) const {
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 got = held[i][k][r][threadIdx.x];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) state[k][r][j] = part(got, j);
+      }
+  }
+  __device__ __forceinline__ void take_kept(float (&state)[kBackOwn][kRounds][4]) const {
+    wait_copies<0>();
+    take_held(kBackHeld - 1, state);
+  }
   // Leaves this thread's sums over its columns of four states of round r.
   __device__ __forceinline__ void leave(int which, int r, const float (&sum)[4]) {
     parts[warp()][which * kRounds + r][quad() * kLane + set()] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   }
-  // Adds up what the warp's threads left of a token's two sums; where the workspace wants this thread's four states of the
-  // tile's first token, and how far from there those of the next lie.
+  // Adds up what the warp's threads left of a token's two sums, in two steps; where the workspace wants this thread's four
+  // states of the tile's first token, and how far from there those of the next lie.
   static __device__ __forceinline__ float *sums_to(const ScanWorkspace &workspace, int64_t token, int64_t group,
                                                    int64_t block) {
     return workspace.row(threadIdx.x % 32 / (4 * kRounds) % 2, token, group, block) +
            threadIdx.x / 4 % kRounds * kScanRound + (2 * (threadIdx.x % 4) + warp()) * kScanLaneElements;
   }
-  __device__ __forceinline__ void add_columns(float *to) {
+  static __device__ __forceinline__ bool adds() { return kRounds == 4 || threadIdx.x % 32 < 8 * kRounds; }
+  __device__ __forceinline__ void read_parts(float4 (&s)[8]) const {
     __syncwarp();
-    if (kRounds == 4 || threadIdx.x % 32 < 8 * kRounds) {
+    if (adds()) {
       const float4 *const from = &parts[warp()][threadIdx.x % 32 / 4][threadIdx.x % 4 * kLane];
-      float4 s[8];
 #pragma unroll
       for (int c = 0; c < 8; ++c) s[c] = from[c];
+    }
+  }
+  __device__ __forceinline__ void add_parts(const float4 (&s)[8], float *to) const {
+    if (adds()) {
       const auto sum = [&](int i) {
         const auto at = [&](int c) { return part(s[c], i); };
         return ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
@@ -158,28 +187,6 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
 template <int kRounds> using SelectiveTile = WideTile<kRounds, 5, 2>;
 template <int kRounds> using DeltaTile = WideTile<kRounds, 5, 1>;
 static_assert(sizeof(SelectiveTile<4>) <= kBlockSharedBytes && sizeof(SelectiveTile<2>) <= kBlockSharedBytes);
-
-// A thread's states of four columns, from where those of the first one's lane lie, or such gradients.
-template <int kRounds>
-__device__ __forceinline__ void restore_wide(float (&state)[kBackOwn][kRounds][4],
-                                             const float *const (&from)[kBackOwn]) {
-#pragma unroll
-  for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
-      const float4 got = *reinterpret_cast<const float4 *>(from[k] + r * kScanRound);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
-    }
-}
-
-template <class Tile, int kRounds>
-__device__ __forceinline__ void restore_kept(float (&state)[kBackOwn][kRounds][4], const float *kept) {
-  const float *const own = kept + Tile::set() * Tile::kElements + Tile::first_state();
-  const float *const from[kBackOwn] = {own, own + 8 * Tile::kElements, own + 16 * Tile::kElements,
-                                       own + 24 * Tile::kElements};
-  restore_wide(state, from);
-}
 
 // Takes the `count` tokens of a tile back, before the first of which `state` is kept: back(t, ahead) with `state` as it was
 // before token t, of which it has no need when it calls ahead(); read(t) is what take() wants that takes it over a token.
@@ -206,21 +213,17 @@ __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *ke
           held(t - low, k, r) = make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
       take(operands);
     }
+    // Kept states set out as soon as their place is free.
+    if (low > 0 && end - low < kSome) tile.bring_kept(kept);
 #pragma unroll 1
     for (int t = end - 1; t >= low; --t)
       back(t, [&] {
         if (t == low) {
-          if (low > 0) restore_kept<Tile>(state, kept);
+          if (low > 0) tile.take_kept(state);
           return;
         }
-#pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-          for (int r = 0; r < kRounds; ++r) {
-            const float4 got = held(t - 1 - low, k, r);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[k][r][i] = part(got, i);
-          }
+        tile.take_held(t - 1 - low, state);
+        if (low > 0 && t == low + kBackHeld) tile.bring_kept(kept);
       });
   }
 }
@@ -252,6 +255,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       const int64_t tokens = of.range.end - of.range.begin, token = of.range.begin + of.from;  // the tile's first
       if (of.from >= tokens) continue;
       count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
+      tile.bring_kept(workspace.states_at(of.sequence, of.range.batch * p.sequences.tokens + of.range.begin, of.from,
+                                          group, block));
       const uint32_t at_group = group * of_group + block * kColumns;
       using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
       RowsHere b_rows(p.b, of.range.batch * p.b.stride[0] + group * p.b.stride[2], token),
@@ -324,7 +329,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         }
       }
     }
-    restore_kept<Tile>(state, kept);
+    tile.take_kept(state);
     __syncthreads();  // gradients lie where sums will
 
     struct Operands {
@@ -372,6 +377,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         }
         tile.leave(0, r, of_b), tile.leave(1, r, of_c);
       }
+      float4 s[8];  // added up when other reads have been waited for as well
+      tile.read_parts(s);
       // This warp's lanes of the sums over the states: a thread comes to have two columns of one.
       const bool second = quad & 2, odd = quad & 1;
       float half[kBackOwn], quarter[2];
@@ -384,7 +391,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       *reinterpret_cast<float2 *>(&tile.halves[warp][t][second][set * kBackOwn + (odd ? 2 : 0)]) =
           make_float2(quarter[0], quarter[1]);
       ahead();
-      tile.add_columns(sums_to + t * of_token);
+      tile.add_parts(s, sums_to + t * of_token);
     };
     take_wide(tile, count, kept, state, read, take, back);
     __syncthreads();
@@ -580,6 +587,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       const int64_t tokens = of.range.end - of.range.begin, token = of.range.begin + of.from;  // the tile's first
       if (of.from >= tokens) continue;
       count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
+      tile.bring_kept(workspace.states_at(of.sequence, of.range.batch * p.sequences.tokens + of.range.begin, of.from,
+                                          group, head % in_group * of_head + first / kColumns));
       using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
       RowsHere q_rows(p.q, of.range.batch * p.q.stride[0] + group * p.q.stride[2], token),
           k_rows(p.k, of.range.batch * p.k.stride[0] + group * p.k.stride[2], token);
@@ -634,11 +643,16 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       kept = workspace.states_at(of.sequence, begin, of.from, group, block);
       sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
       if (of.from + kTokens < tokens) {
-        const float *from[kBackOwn];
 #pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
-          from[k] = gradient_at(workspace, begin + of.from, group, block, set + 8 * k) + first_state;
-        restore_wide(gradient, from);
+        for (int k = 0; k < kBackOwn; ++k) {
+          const float *const from = gradient_at(workspace, begin + of.from, group, block, set + 8 * k) + first_state;
+#pragma unroll
+          for (int r = 0; r < kRounds; ++r) {
+            const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
+          }
+        }
       } else {
         const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1];
 #pragma unroll
@@ -653,7 +667,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
                                                 : 0.0f;
       }
     }
-    restore_kept<Tile>(state, kept);
+    tile.take_kept(state);
     __syncthreads();  // gradients lie where sums will
 
     struct Operands {
@@ -703,6 +717,8 @@ __global__ void __launch_bounds__(kBackThreads, 2)
         }
         tile.leave(0, r, of_q), tile.leave(1, r, of_key);
       }
+      float4 s[8];  // as above
+      tile.read_parts(s);
       // This warp's lanes of the sum over the states: a thread comes to have a column's.
       const bool second = quad & 2, odd = quad & 1;
       float half[2];
@@ -712,7 +728,7 @@ __global__ void __launch_bounds__(kBackThreads, 2)
       tile.halves[warp][t][0][set * kBackOwn + quad] =
           (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
       ahead();
-      tile.add_columns(sums_to + t * of_token);
+      tile.add_parts(s, sums_to + t * of_token);
     };
     take_wide(tile, count, kept, state, read, take, back);
     __syncthreads();
