@@ -62,7 +62,7 @@ def timed(calls: dict[str, Call]) -> dict[str, float]:
     for _ in range(TIMES):
         for name, times in found.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200000)  # what the CPU does before a launch is not counted
+            torch.cuda._sleep(8_000_000)  # what the CPU does before launches is not counted
             begin.record()
             calls[name]()
             end.record()
