@@ -486,8 +486,9 @@ def test_selective_scan(device, kernel, dtype):
     given = scans.scan_of(1, 20, 2, 8, 1, 20, dtype)
     scans.same(device.selective_scan(*given, **own), pydet.selective_scan(*given, **own))
     assert device.taken == len(scans.SCANS) + 4
-    # Columns enough for two of a thread, the last ones alone; rows that are no whole pieces.
-    for sizes in ((1, 11, 8449, 1, 1, 32), (1, 9, 2, 33, 1, 128)):
+    # More blocks than multiprocessors, the last one of two columns; heads narrower than what a thread walks; rows that
+    # are no whole pieces.
+    for sizes in ((1, 11, 1690, 5, 1, 32), (1, 11, 90, 3, 1, 32), (1, 9, 2, 33, 1, 128)):
         given = scans.scan_of(*sizes, dtype)
         want = pydet.selective_scan(*given, return_final=True)
         scans.same(device.selective_scan(*given, return_final=True), want, sizes)
@@ -503,7 +504,7 @@ def test_gated_delta(device, kernel, dtype):
     given = scans.delta_of(1, 20, 2, 8, 1, 20, dtype)
     scans.same(device.gated_delta(*given, **own), pydet.gated_delta(*given, **own))
     assert device.taken == len(scans.SCANS) + 4
-    for sizes in ((1, 5, 133, 65, 1, 32), (1, 9, 2, 33, 1, 128)):  # two columns of a thread, as above
+    for sizes in ((1, 5, 133, 65, 1, 32), (1, 9, 2, 33, 1, 128)):  # as above
         given = scans.delta_of(*sizes, dtype)
         want = pydet.gated_delta(*given, return_final=True)
         scans.same(device.gated_delta(*given, return_final=True), want, sizes)

@@ -25,25 +25,25 @@ SCANS = [
     (2, 1, 1, 64, 1, 128),
 ]
 # States of whole rounds, of which a GPU's threads have several columns: around its turns of 4 tokens and its tiles of
-# 8 and 16, several of them; heads that end within a thread's columns. A decay for each head. The last ones have the
-# columns that 132 multiprocessors walk in blocks of 16, 32, 40 and 64.
+# 4, 8 and 16, several of them; heads that end within a thread's columns. A decay for each head. By tokens and columns
+# 132 multiprocessors take each of their ways: two blocks side by side where they are few, else blocks of 16 to 64.
 WIDE = [
     (1, 1, 2, 64, 1, 128),
     (2, 7, 2, 13, 2, 32),
     (1, 8, 4, 20, 2, 256),
     (1, 9, 3, 41, 3, 64),
     (5, 5, 6, 128, 3, 128),
-    (1, 6, 35, 66, 1, 64),
+    (1, 36, 35, 66, 1, 64),
     (9, 3, 2, 128, 1, 256),
-    (1, 17, 46, 50, 1, 32),
+    (1, 45, 46, 50, 1, 32),
     (1, 83, 2, 70, 1, 128),
     (2, 70, 2, 24, 1, 256),
-    (1, 15, 31, 69, 1, 128),
-    (1, 31, 31, 69, 1, 256),
+    (1, 31, 31, 69, 1, 128),
+    (1, 71, 31, 69, 1, 256),
     (1, 49, 62, 69, 1, 128),
-    (1, 16, 62, 69, 1, 64),
-    (1, 37, 62, 69, 1, 32),
-    (1, 33, 77, 69, 1, 128),
+    (1, 70, 62, 69, 1, 64),
+    (1, 73, 62, 69, 1, 32),
+    (1, 66, 77, 69, 1, 128),
 ]
 # What a GPU's kernels of a few tokens take: states of whole vectors, around a round of 32; blocks of 16 and 32 columns,
 # and so many blocks that threads have vectors of columns.

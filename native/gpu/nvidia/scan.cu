@@ -230,16 +230,20 @@ constexpr int64_t kMostWalkTokens = int64_t(1) << 30;  // of a sequence, whose t
 constexpr int64_t kMostOwn = 5;                        // columns of a thread, which are of two heads at most
 constexpr int kSelectivePerState = 3, kDeltaPerState = 4;
 
-// Crews by rounds, whose registers are no more than there are.
-template <int kRounds, bool bf16> struct SelectiveCrews
-    : BestCrew<SelectiveShared, Crew<kRounds, 4, 4, 1, 128>, Crew<kRounds, 2, 4, 1, 128>> {};
-template <bool bf16> struct SelectiveCrews<4, bf16>
+// Crews by rounds, whose registers are no more than there are: rounds, columns of a thread, warps of columns, parts, helpers;
+// tokens of a helper and of a turn, blocks side by side, which many short sequences want.
+template <int kRounds, bool bf16>
+struct SelectiveCrews : BestCrew<SelectiveShared, Crew<kRounds, 4, 4, 1, 128>, Crew<kRounds, 2, 4, 1, 128>,
+                                 Crew<kRounds, 2, 4, 1, 64, 1, 4, 2>> {};
+template <bool bf16>
+struct SelectiveCrews<4, bf16>
     : BestCrew<SelectiveShared, Crew<4, 5, 2, 2, 128>, Crew<4, 4, 4, 1, 128>, Crew<4, 4, 2, 2, 128>,
-               Crew<4, 2, 2, 2, 128>, Crew<4, 2, 4, 1, 128>> {};
-template <> struct SelectiveCrews<8, true>
-    : BestCrew<SelectiveShared, Crew<8, 4, 2, 2, 128>, Crew<8, 2, 2, 2, 128>, Crew<8, 1, 4, 1, 128, 1, 2>> {};
-template <> struct SelectiveCrews<8, false>
-    : BestCrew<SelectiveShared, Crew<8, 2, 2, 2, 128>, Crew<8, 1, 4, 1, 128, 1, 2>> {};
+               Crew<4, 2, 2, 2, 128>, Crew<4, 2, 4, 1, 128>, Crew<4, 2, 4, 1, 64, 1, 4, 2>> {};
+template <>
+struct SelectiveCrews<8, true> : BestCrew<SelectiveShared, Crew<8, 4, 2, 2, 128>, Crew<8, 2, 2, 2, 128>,
+                                          Crew<8, 1, 4, 1, 128, 1, 2>, Crew<8, 1, 4, 1, 64, 1, 1, 2>> {};
+template <>
+struct SelectiveCrews<8, false> : BestCrew<SelectiveShared, Crew<8, 2, 2, 2, 128>, Crew<8, 1, 4, 1, 128, 1, 2>> {};
 template <int kRounds> struct DeltaCrews
     : BestCrew<DeltaShared, Crew<kRounds, 2, 8, 1, 64, 4>, Crew<kRounds, 2, 4, 1, 64, 4>, Crew<kRounds, 1, 4, 1, 64, 4>,
                Crew<kRounds, 1, 4, 1, 64>> {};
@@ -264,11 +268,12 @@ pydet_status selective_scan(const SelectiveScan &p) {
         const int64_t pieces = p.sequences.count * p.groups, columns = p.heads / p.groups * p.width;
         const auto by_type = [&](auto known) {
           constexpr bool kKnown = decltype(known)::value;
-          return SelectiveCrews<kRounds, kKnown>::launch(p.device, pieces, columns, kSelectivePerState, [&](auto crew) {
-            using Own = decltype(crew);
-            status = launch_alone(name, p, pieces * divide_up(columns, int64_t(Own::kColumns)), Own::kThreads,
-                                  selective_walk_kernel<Own, kKnown>, int(sizeof(SelectiveShared<Own>)));
-          });
+          return SelectiveCrews<kRounds, kKnown>::launch(
+              p.device, p.sequences, pieces, columns, kSelectivePerState, [&](auto crew) {
+                using Own = decltype(crew);
+                status = launch_alone(name, p, pieces * divide_up(columns, int64_t(Own::kColumns)), Own::kThreads,
+                                      selective_walk_kernel<Own, kKnown>, int(sizeof(SelectiveShared<Own>)));
+              });
         };
         if (bf16 ? by_type(std::true_type()) : by_type(std::false_type())) return status;
       }
@@ -288,8 +293,8 @@ pydet_status gated_delta(const GatedDelta &p) {
       if (p.keys == kRounds * kScanRound && rows_in_pieces(p.q, p.keys) && rows_in_pieces(p.k, p.keys) &&
           p.sequences.tokens <= kMostWalkTokens) {
         pydet_status status = PYDET_OK;
-        const auto launched =
-            DeltaCrews<kRounds>::launch(p.device, p.sequences.count * p.heads, p.width, kDeltaPerState, [&](auto crew) {
+        const auto launched = DeltaCrews<kRounds>::launch(
+            p.device, p.sequences, p.sequences.count * p.heads, p.width, kDeltaPerState, [&](auto crew) {
               using Own = decltype(crew);
               status = launch_alone(name, p, blocks(Own::kColumns), Own::kThreads, delta_walk_kernel<Own>,
                                     int(sizeof(DeltaShared<Own>)));

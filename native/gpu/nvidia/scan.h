@@ -18,20 +18,25 @@ __device__ __forceinline__ float element(const Strided &from, int64_t offset) {
   return from.type == Type::bf16 ? f32_from_bf16(bits) : f32_from_f16(bits);
 }
 // The same in two steps, the first of which waits for nothing: what is loaded is a number when it is asked for. Each width
-// has a register of its own: two loads into one would wait for each other.
+// has a register of its own: two loads into one would wait for each other. bf16: it is known to be.
 struct LoadedBits {
   uint32_t wide;
   uint16_t narrow;
 };
-__device__ __forceinline__ LoadedBits bits_at(const Strided &from, int64_t offset, bool there) {
+template <bool bf16 = false>
+__device__ __forceinline__ LoadedBits bits_from(const char *from, Type type, bool there) {
   LoadedBits bits = {};
-  if (there && from.type == Type::f32) bits.wide = *reinterpret_cast<const uint32_t *>(from.at(offset));
-  if (there && from.type != Type::f32) bits.narrow = *reinterpret_cast<const uint16_t *>(from.at(offset));
+  const bool wide = !bf16 && type == Type::f32;
+  if (there && wide) bits.wide = *reinterpret_cast<const uint32_t *>(from);
+  if (there && !wide) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
   return bits;
 }
-__device__ __forceinline__ float number_of(Type type, LoadedBits bits) {
-  if (type == Type::f32) return float_of(bits.wide);
-  return type == Type::bf16 ? f32_from_bf16(bits.narrow) : f32_from_f16(bits.narrow);
+__device__ __forceinline__ LoadedBits bits_at(const Strided &from, int64_t offset, bool there) {
+  return bits_from(from.at(offset), from.type, there);
+}
+template <bool bf16 = false> __device__ __forceinline__ float number_of(Type type, LoadedBits bits) {
+  if (!bf16 && type == Type::f32) return float_of(bits.wide);
+  return bf16 || type == Type::bf16 ? f32_from_bf16(bits.narrow) : f32_from_f16(bits.narrow);
 }
 __device__ __forceinline__ void put_at(Type type, char *at, float x) {
   if (type == Type::f32) *reinterpret_cast<float *>(at) = canonical(x);

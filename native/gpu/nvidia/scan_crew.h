@@ -51,35 +51,15 @@ template <int kOwn, int kPad> struct OwnNumbers {
   }
 };
 
-// A number of any type, or of bf16 where it is known to be: on its way, and as it is used.
-template <bool bf16> __device__ __forceinline__ LoadedBits bits_from(const char *from, Type type, bool there) {
-  LoadedBits bits = {};
-  if constexpr (bf16) {
-    if (there) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
-    return bits;
-  }
-  if (there && type == Type::f32) bits.wide = *reinterpret_cast<const uint32_t *>(from);
-  if (there && type != Type::f32) bits.narrow = *reinterpret_cast<const uint16_t *>(from);
-  return bits;
-}
-template <bool bf16> __device__ __forceinline__ float number_from(Type type, LoadedBits bits) {
-  if constexpr (bf16) return f32_from_bf16(bits.narrow);
-  else return number_of(type, bits);
-}
-template <bool bf16> __device__ __forceinline__ void put_number(Type type, char *to, float x) {
-  if constexpr (bf16) *reinterpret_cast<uint16_t *>(to) = bf16_from_f32(x);
-  else put_at(type, to, x);
-}
-
 // A walking thread has kOwn neighbouring columns, a slot, and of their states a part of the rounds: a warp of each of
 // kSplit parts goes on with the sums of the part before, a tile later. Two crews of kHelpers threads bring; a helper is of
 // one slot and kTimes tokens of a tile.
-// A loop goes on by kTurn tokens: more are more code than is kept near.
+// A loop goes on by kTurn tokens: more are more code than is kept near. A multiprocessor is to hold kBlocks.
 template <int rounds, int own, int groups, int split, int helpers, int times = 1,
-          int turn = (own * rounds / split < 16 ? 4 : 2)>
+          int turn = (own * rounds / split < 16 ? 4 : 2), int blocks = 1>
 struct Crew {
   static constexpr int kRounds = rounds, kOwn = own, kGroups = groups, kSplit = split, kHelpers = helpers,
-                       kTimes = times, kTurn = turn;
+                       kTimes = times, kTurn = turn, kBlocks = blocks;
   static constexpr int kWalkers = 32 * kGroups * kSplit, kThreads = kWalkers + 2 * kHelpers;
   static constexpr int kSlots = kGroups * kTeams, kColumns = kSlots * kOwn;
   static constexpr int kApart = kHelpers / kSlots, kTokens = kTimes * kApart;  // tokens of a helper are kApart apart
@@ -97,19 +77,24 @@ struct Crew {
   static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 < kStages ? stage + 1 : 0; }
 };
 
-// The crew of `Crews` that is done first, by its tiles' instructions: f is called with it, and with whether there is one,
-// which a multiprocessor's shared memory decides. columns: of a call, in pieces that blocks do not share. per_state:
-// instructions of a walking thread for a state and token.
+// The crew of `Crews` that is done first, by instructions of those that walk: f is called with it. False where a
+// multiprocessor has shared memory for none. columns: of a call, in pieces that blocks do not share; per_state:
+// instructions for a state and token.
 template <template <class> class Shared, class... Crews> struct BestCrew {
-  template <class F> static bool launch(const Device &device, int64_t pieces, int64_t columns, int per_state,
-                                        const F &f) {
-    constexpr int kOfToken = 50;  // instructions that are no state's
+  template <class F>
+  static bool launch(const Device &device, const Sequences &sequences, int64_t pieces, int64_t columns, int per_state,
+                     const F &f) {
+    // Of a sequence.
+    const int64_t tokens = sequences.starts && sequences.count ? sequences.tokens / sequences.count : sequences.tokens;
     const auto cost = [&](auto crew) -> int64_t {
       using Own = decltype(crew);
       if (int(sizeof(Shared<Own>)) > gpu_shared_bytes(device.id)) return INT64_MAX;
-      const int64_t blocks = pieces * divide_up(columns, int64_t(Own::kColumns));
-      return divide_up(blocks, int64_t(gpu_multiprocessors(device.id))) *
-             (Own::kWalkers * Own::kOwn * Own::kPart * kScanLaneElements * per_state / 128 + kOfToken);
+      // What is no state's of a token, and of a block its way in and out, which those beside it hide in part.
+      constexpr int64_t kOfToken = 50, kOfBlock = Own::kBlocks == 1 ? 8500 : 5300;
+      const int64_t of_token = Own::kWalkers * Own::kOwn * Own::kPart * kScanLaneElements * per_state / 128 + kOfToken;
+      return divide_up(pieces * divide_up(columns, int64_t(Own::kColumns)),
+                       int64_t(gpu_multiprocessors(device.id)) * Own::kBlocks) *
+             (Own::kBlocks * of_token * tokens + kOfBlock);
     };
     const int64_t costs[] = {cost(Crews())...};
     const int64_t least = *std::min_element(costs, costs + sizeof...(Crews));

@@ -17,7 +17,7 @@ template <class Own> struct DeltaShared {
 };
 
 template <class Own>
-__global__ void __launch_bounds__(Own::kThreads, 1)
+__global__ void __launch_bounds__(Own::kThreads, Own::kBlocks)
     delta_walk_kernel(const __grid_constant__ GatedDelta p, const __grid_constant__ int64_t blocks) {
   using Shared = DeltaShared<Own>;
   constexpr int kRounds = Own::kRounds, kOwn = Own::kOwn, kTokens = Own::kTokens, kTurn = Own::kTurn;
@@ -187,10 +187,9 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
           for (int n = 0; n < kTimes; ++n) {
             const bool there = t + n * kApart < left;
 #pragma unroll
-            for (int k = 0; k < kOwn; ++k)
-              v_bits[n][k] = bits_from<false>(v_at + k * v_apart, p.v.type, there && k < here);
-            g_bits[n] = bits_from<false>(g_at, p.g.type, gated && there);
-            beta_bits[n] = bits_from<false>(beta_at, p.beta.type, gated && there);
+            for (int k = 0; k < kOwn; ++k) v_bits[n][k] = bits_from(v_at + k * v_apart, p.v.type, there && k < here);
+            g_bits[n] = bits_from(g_at, p.g.type, gated && there);
+            beta_bits[n] = bits_from(beta_at, p.beta.type, gated && there);
             v_at += v_step, g_at += g_step, beta_at += beta_step;
           }
         };

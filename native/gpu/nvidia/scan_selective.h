@@ -16,9 +16,10 @@ template <class Own> struct SelectiveShared {
 };
 
 template <class Own, bool bf16>
-__global__ void __launch_bounds__(Own::kThreads, 1)
+__global__ void __launch_bounds__(Own::kThreads, Own::kBlocks)
     selective_walk_kernel(const __grid_constant__ SelectiveScan p, const __grid_constant__ int64_t blocks) {
   using Shared = SelectiveShared<Own>;
+  static_assert(Own::kTimes == 1);
   constexpr int kOwn = Own::kOwn, kGroups = Own::kGroups, kSplit = Own::kSplit, kPart = Own::kPart,
                 kTokens = Own::kTokens, kTurn = Own::kTurn, kPairs = Shared::kPairs;
   extern __shared__ __align__(16) char shared[];
@@ -143,8 +144,8 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
 #pragma unroll
           for (int k = 0; k < kOwn; ++k)
             x_bits[k] = bits_from<bf16>(x_at + x_offset[k], p.x.type, t < left && k < here);
-          dt_bits[0] = bits_from<false>(dt_at, p.dt.type, t < left);
-          dt_bits[1] = bits_from<false>(dt_at + dt_next, p.dt.type, t < left && two);
+          dt_bits[0] = bits_from(dt_at, p.dt.type, t < left);
+          dt_bits[1] = bits_from(dt_at + dt_next, p.dt.type, t < left && two);
           x_at += x_step, dt_at += dt_step;
         };
         const auto store_pairs = [&](int stage, bool there) {
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
 #pragma unroll
           for (int k = 0; k < kOwn; ++k) {
             const float2 gate = k < of_next ? gates[0] : gates[1];
-            const float x = there ? number_from<bf16>(p.x.type, x_bits[k]) : -0.0f;
+            const float x = there ? number_of<bf16>(p.x.type, x_bits[k]) : -0.0f;
             pairs[k] = make_float2(gate.x * x, gate.y);
           }
 #pragma unroll
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
           tile.sums[kSplit - 1][odd][t][slot / kTeams].join(slot % kTeams, y);
 #pragma unroll
           for (int k = 0; k < kOwn; ++k) {
-            if (p.d.data) y[k] = fmaf(k < of_next ? d[0] : d[1], number_from<bf16>(p.x.type, x_bits[k]), y[k]);
-            if (t < left && k < here) put_number<bf16>(p.y.type, y_at + y_offset[k], y[k]);
+            if (p.d.data) y[k] = fmaf(k < of_next ? d[0] : d[1], number_of<bf16>(p.x.type, x_bits[k]), y[k]);
+            if (t < left && k < here) put_at(bf16 ? Type::bf16 : p.y.type, y_at + y_offset[k], y[k]);
           }
           x_at += x_step, y_at += y_step, left -= kTokens, odd ^= 1;
         }
