@@ -36,9 +36,8 @@ int64_t sort_tokens(const EmbeddingBackward &p) {
   int64_t count = 0;
   for (int64_t t = 0; t < p.rows; ++t)
     if (const int64_t id = p.id_of(t); id >= 0) sorted[count++] = {uint32_t(id), uint32_t(t)};
-  std::sort(sorted, sorted + count, [](const SortedToken &a, const SortedToken &b) {
-    return a.id < b.id || (a.id == b.id && a.token < b.token);
-  });
+  const auto key = [](const SortedToken &x) { return uint64_t(x.id) << 32 | x.token; };
+  std::sort(sorted, sorted + count, [&](const SortedToken &a, const SortedToken &b) { return key(a) < key(b); });
   return count;
 }
 
@@ -55,14 +54,16 @@ template <class From, class To>
 void add_rows(const EmbeddingBackward &p, int64_t first, int64_t end, int64_t begin, int64_t stop) {
   const SortedToken *const sorted = p.sorted();
   auto *to = (typename To::Stored *)p.dw.data + int64_t(sorted[first].id) * p.dw.row_stride;
-  Piece sum, piece;
+  Piece sum;
   pieces(stop - begin, [&](int64_t j, int64_t count) {
     j += begin;
     if (p.accumulate) sum.load<To>(to + j, count);
     else memset(sum.x, 0, sizeof sum.x);
     for (int64_t i = first; i < end; ++i) {
-      piece.load<From>(row<From>(p.dout, p.inner, sorted[i].token) + j, count);
-      for (int e = 0; e < kPiece; ++e) sum.x[e] = sum.x[e] + piece.x[e];
+      const auto *const from = row<From>(p.dout, p.inner, sorted[i].token) + j;
+      along(count, [&](int64_t e, auto v) {
+        set<Partial>(sum.x + e, get<Partial>(sum.x + e, v) + get<From>(from + e, v));
+      });
     }
     sum.store<To>(to + j, count);
   });
