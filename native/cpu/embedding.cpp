@@ -61,9 +61,8 @@ void add_rows(const EmbeddingBackward &p, int64_t first, int64_t end, int64_t be
     else memset(sum.x, 0, sizeof sum.x);
     for (int64_t i = first; i < end; ++i) {
       const auto *const from = row<From>(p.dout, p.inner, sorted[i].token) + j;
-      along(count, [&](int64_t e, auto v) {
-        set<Partial>(sum.x + e, get<Partial>(sum.x + e, v) + get<From>(from + e, v));
-      });
+      along(count,
+            [&](int64_t e, auto v) { set<Partial>(sum.x + e, get<Partial>(sum.x + e, v) + get<From>(from + e, v)); });
     }
     sum.store<To>(to + j, count);
   });
