@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "failing_calls.h"
 
@@ -15,6 +16,24 @@ static struct {
   int devices, device, capability, driver, error, launches, elsewhere, context;
   void *stream;
 } fake = {.devices = 1, .capability = 90, .driver = 13000};
+static struct {
+  struct kernel {
+    const void *host;
+    const char *name;
+    int launched;
+  } *all;
+  size_t count;
+} kernels;
+
+static int shared_bytes(void) { /* that a block may ask for */
+  switch (fake.capability) {
+    case 80: return 163 << 10;
+    case 86:
+    case 89:
+    case 120: return 99 << 10;
+    default: return 227 << 10;
+  }
+}
 
 /* For the tests: how many devices of which compute capability, the driver's version; the call that fails, counted from
  * here (-1: none), the error that it gives, and whether all later calls give it too; the stream that launches are for. */
@@ -43,8 +62,21 @@ EXPORT void __cudaRegisterFatBinaryEnd(void **modules) { (void)modules; }
 EXPORT void __cudaUnregisterFatBinary(void **modules) { free(modules); }
 EXPORT void __cudaRegisterFunction(void **modules, const char *host, char *device_name, const char *name, int threads,
                                    void *thread, void *block, void *block_size, void *grid_size, int *warp) {
-  (void)modules, (void)host, (void)device_name, (void)name, (void)threads, (void)thread, (void)block, (void)block_size;
-  (void)grid_size, (void)warp;
+  (void)modules, (void)device_name, (void)threads, (void)thread, (void)block, (void)block_size, (void)grid_size;
+  (void)warp;
+  if (kernels.count % 64 == 0) kernels.all = realloc(kernels.all, (kernels.count + 64) * sizeof *kernels.all);
+  kernels.all[kernels.count++] = (struct kernel){host, name, 0};
+}
+/* For the tests: how many kernels have `part` in their names, and the name of one of them that was never launched. */
+EXPORT int fakecuda_kernels(const char *part) {
+  int count = 0;
+  for (size_t i = 0; i < kernels.count; ++i) count += strstr(kernels.all[i].name, part) != NULL;
+  return count;
+}
+EXPORT const char *fakecuda_never_launched(const char *part) {
+  for (size_t i = 0; i < kernels.count; ++i)
+    if (strstr(kernels.all[i].name, part) && !kernels.all[i].launched) return kernels.all[i].name;
+  return NULL;
 }
 /* Only <<<>>> calls these, which the library does not use. */
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) {
@@ -72,9 +104,10 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const v
   CALL("cudaLaunchKernelExC");
   const dim3 g = config->gridDim, b = config->blockDim;
   if (!g.x || !g.y || !g.z || !b.x || !b.y || !b.z || !host || !arguments) return cudaErrorInvalidConfiguration;
-  if (b.x * b.y * b.z > 1024 || g.y > 65535 || g.z > 65535 || config->dynamicSmemBytes > (227 << 10))
+  if (b.x * b.y * b.z > 1024 || g.y > 65535 || g.z > 65535 || config->dynamicSmemBytes > (size_t)shared_bytes())
     return cudaErrorInvalidConfiguration;
   ++fake.launches, fake.context = 1;
+  for (size_t i = 0; i < kernels.count; ++i) kernels.all[i].launched |= kernels.all[i].host == host;
   fake.elsewhere += config->stream != fake.stream || fake.device != 1;
   return cudaSuccess;
 }
@@ -133,15 +166,6 @@ EXPORT cudaError_t cudaSetDevice(int id) {
   fake.device = id, fake.context = 1;
   return cudaSuccess;
 }
-static int shared_kilobytes(int capability) {
-  switch (capability) {
-    case 80: return 163;
-    case 86:
-    case 89:
-    case 120: return 99;
-    default: return 227;
-  }
-}
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int id) {
   CALL("cudaDeviceGetAttribute");
   if (id < 0 || id >= fake.devices) return cudaErrorInvalidDevice;
@@ -149,7 +173,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
     case cudaDevAttrComputeCapabilityMajor: *value = fake.capability / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = fake.capability % 10; break;
     case cudaDevAttrMultiProcessorCount: *value = 132; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_kilobytes(fake.capability) << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_bytes(); break;
     case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
     default: *value = 0;
   }

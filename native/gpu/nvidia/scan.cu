@@ -230,8 +230,8 @@ constexpr int64_t kMostWalkTokens = int64_t(1) << 30;  // of a sequence, whose t
 constexpr int64_t kMostOwn = 5;                        // columns of a thread, which are of two heads at most
 constexpr int kSelectivePerState = 3, kDeltaPerState = 4;
 
-// Crews by rounds, whose registers are no more than there are: rounds, columns of a thread, warps of columns, parts, helpers;
-// tokens of a helper and of a turn, blocks side by side, which many short sequences want.
+// By rounds, the crews whose registers do not spill. A crew's numbers: rounds, columns of a thread, warps of columns, parts,
+// helpers, tokens of a helper, tokens of a turn, blocks side by side (two: many short sequences).
 template <int kRounds, bool bf16>
 struct SelectiveCrews : BestCrew<SelectiveShared, Crew<kRounds, 4, 4, 1, 128>, Crew<kRounds, 2, 4, 1, 128>,
                                  Crew<kRounds, 2, 4, 1, 64, 1, 4, 2>> {};
@@ -244,9 +244,8 @@ struct SelectiveCrews<8, true> : BestCrew<SelectiveShared, Crew<8, 4, 2, 2, 128>
                                           Crew<8, 1, 4, 1, 128, 1, 2>, Crew<8, 1, 4, 1, 64, 1, 1, 2>> {};
 template <>
 struct SelectiveCrews<8, false> : BestCrew<SelectiveShared, Crew<8, 2, 2, 2, 128>, Crew<8, 1, 4, 1, 128, 1, 2>> {};
-template <int kRounds> struct DeltaCrews
-    : BestCrew<DeltaShared, Crew<kRounds, 2, 8, 1, 64, 4>, Crew<kRounds, 2, 4, 1, 64, 4>, Crew<kRounds, 1, 4, 1, 64, 4>,
-               Crew<kRounds, 1, 4, 1, 64>> {};
+template <int kRounds> struct DeltaCrews : BestCrew<DeltaShared, Crew<kRounds, 2, 8, 1, 64, 4>,
+                                                    Crew<kRounds, 2, 4, 1, 64, 4>, Crew<kRounds, 1, 4, 1, 64, 4>> {};
 template <> struct DeltaCrews<8> : BestCrew<DeltaShared, Crew<8, 1, 4, 1, 64, 4>, Crew<8, 1, 4, 1, 64>> {};
 
 }  // namespace
@@ -271,8 +270,9 @@ pydet_status selective_scan(const SelectiveScan &p) {
           return SelectiveCrews<kRounds, kKnown>::launch(
               p.device, p.sequences, pieces, columns, kSelectivePerState, [&](auto crew) {
                 using Own = decltype(crew);
-                status = launch_alone(name, p, pieces * divide_up(columns, int64_t(Own::kColumns)), Own::kThreads,
-                                      selective_walk_kernel<Own, kKnown>, int(sizeof(SelectiveShared<Own>)));
+                static_assert(Own::kOwn <= kMostOwn);
+                status = launch_alone(name, p, blocks(Own::kColumns), Own::kThreads, selective_walk_kernel<Own, kKnown>,
+                                      int(sizeof(SelectiveShared<Own>)));
               });
         };
         if (bf16 ? by_type(std::true_type()) : by_type(std::false_type())) return status;

@@ -52,9 +52,9 @@ template <int kOwn, int kPad> struct OwnNumbers {
 };
 
 // A walking thread has kOwn neighbouring columns, a slot, and of their states a part of the rounds: a warp of each of
-// kSplit parts goes on with the sums of the part before, a tile later. Two crews of kHelpers threads bring; a helper is of
-// one slot and kTimes tokens of a tile.
-// A loop goes on by kTurn tokens: more are more code than is kept near. A multiprocessor is to hold kBlocks.
+// kSplit parts goes on with the sums of the part before, a tile later. Twice kHelpers threads help: half of them bring one
+// row and all other numbers, half bring the other row and write results. A helper is of one slot and kTimes tokens of a
+// tile. A loop goes on by kTurn tokens: more are more code than is kept near. A multiprocessor is to hold kBlocks.
 template <int rounds, int own, int groups, int split, int helpers, int times = 1,
           int turn = (own * rounds / split < 16 ? 4 : 2), int blocks = 1>
 struct Crew {
@@ -97,11 +97,10 @@ template <template <class> class Shared, class... Crews> struct BestCrew {
              (Own::kBlocks * of_token * tokens + kOfBlock);
     };
     const int64_t costs[] = {cost(Crews())...};
-    const int64_t least = *std::min_element(costs, costs + sizeof...(Crews));
-    if (least == INT64_MAX) return false;
-    int n = 0;
-    bool done = false;
-    ((costs[n++] == least && !done ? (f(Crews()), done = true) : false), ...);
+    const int64_t *const least = std::min_element(costs, costs + sizeof...(Crews));
+    if (*least == INT64_MAX) return false;
+    const int64_t *of_crew = costs;
+    ((of_crew++ == least ? f(Crews()) : void()), ...);
     return true;
   }
 };
