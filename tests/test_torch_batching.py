@@ -368,7 +368,7 @@ def test_attention_refuses_what_is_no_batch():
     given = {"read_index": [], "write_index": [], "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_k": 3}
     call = lambda **more: attention["pydet"](module, x, x, x, more.pop("mask", None), **{**given, **more})
     same(call()[0], pt.attention(x, x, x, scale=8**-0.5, causal=True).transpose(1, 2).contiguous())
-    same(call(sliding_window=2)[0], attention["pydet"](module, x, x, x, None, sliding_window=2)[0])
+    same(call(sliding_window=2)[0], attention["pydet"](module, x, x, x, None, is_causal=True, sliding_window=2)[0])
     for more, sentence in (
         ({"cu_seq_lens_k": {"full_attention": ends}}, "continuous batching has q is .*, cu_seq_lens_k is dict, want a"),
         ({"cu_seq_lens_q": None}, "continuous batching has q is"),

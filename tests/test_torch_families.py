@@ -226,6 +226,7 @@ def given(**options):
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, heads, 12, 8, generator=generator) for heads in (4, 2, 2))
     mask = options.pop("mask", None)
+    options.setdefault("is_causal", True)
     return transformers.AttentionInterface()["pydet"](torch.nn.Identity(), q, k, v, mask, **options)[0]
 
 
@@ -303,10 +304,11 @@ def test_packed_sequences(causal):
         assert torch.equal(attend(module, q, k, v, added, **packed)[0], together)
     for wrong in ({"cu_seq_lens_q": ends}, {"cu_seq_lens_k": ends}):
         with pytest.raises(pydet.Error, match=r"^attention: cu_seq_lens_q is .*; want both, a batch of 1, and as many"):
-            attend(module, q, k, v, None, **wrong)
+            attend(module, q, k, v, None, is_causal=True, **wrong)
     for rows in (q.expand(2, -1, -1, -1), q[:, :, :3]):
         with pytest.raises(pydet.Error, match=r"want both, a batch of 1, and as many keys as queries"):
-            attend(module, rows, k.expand(len(rows), -1, -1, -1), v.expand(len(rows), -1, -1, -1), None, **packed)
+            spread = [x.expand(len(rows), -1, -1, -1) for x in (k, v)]
+            attend(module, rows, *spread, None, is_causal=True, **packed)
 
 
 def test_packed_by_positions():

@@ -17,6 +17,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
 from pydet.torch.accumulate import AccumulatingAttention
+from pydet.torch.mask import All, Causal, Mask, elements_of, given, say
 from pydet.torch.ops.attention import padded
 from pydet.torch.ops.register import straight
 from pydet.torch.stock import registered
@@ -102,16 +103,10 @@ _WITHOUT_EFFECT = frozenset(
         *("use_cache", "cache_position"),  # the cache was written, and read into key and value, before
         "encoder_hidden_states",  # key and value were made of them
         *("num_items_in_batch", "shift_labels"),  # the loss's
-        *("output_hidden_states", "output_router_logits"),  # other modules'
+        *("output_hidden_states", "output_router_logits", "return_dict"),  # other modules'
         "deterministic",  # of flash attention's backward: pydet's always is
     )
 )
-
-
-# Models that need their mask whole: attention of Doge makes a bias of it, and that of the others' decoders does not say
-# that it is causal (of UMT5 in Transformers 5.17).
-_NEEDS_ITS_MASK = frozenset(("doge", "nllb-moe", "umt5"))
-_ADDS_ITS_MASK = frozenset(("git", "informer"))  # to scores, in hand-written attention beside one that asks for ours
 
 
 def check_dropout(dropout: float) -> None:
@@ -152,6 +147,38 @@ def _of_scores(mask: Tensor, position_bias: Tensor | None) -> tuple[Tensor, Tens
             f"{says.index(False)}, which would have other bits alone; want a bias for all or for none",
         )
     return allowed, mask if any(says) else None
+
+
+def _read(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """The elements of a mask of ours, and False; or None and whether it is the causal one, if that is all it says."""
+    if type(mask) is All:
+        return None, False
+    if type(mask) is Causal and mask.shape[-2:] == (query.shape[2], key.shape[2]):
+        return None, True
+    return elements_of(mask), False
+
+
+def _is_causal(module: Any, is_causal: bool | None, query: Tensor, key: Tensor, window: int | None) -> bool:
+    """Of a call without a mask. A model that asked for the causal one has it, so all keys are seen, unless the call
+    says otherwise. Where only the module does, sdpa would go by that and eager attention would not; and neither of them
+    by a window, which flash attention takes."""
+    if is_causal is not None:
+        return is_causal
+    said = getattr(module, "is_causal", None)
+    if said is False or query.shape[2] == 1 or key.shape[2] == 1:
+        if window is None or key.shape[2] <= window:
+            return False
+        what = f"sliding_window {window}"
+    else:
+        what = "no is_causal" if said is None else f"is_causal {said}"
+    kind = type(module).__qualname__
+    fail(
+        UNSUPPORTED,
+        f"attention: {kind} has no mask and {what}, by which eager attention, sdpa and flash attention do not see the "
+        f"same of {key.shape[2]} keys; want a mask of transformers.masking_utils, or is_causal in the call"
+        + f", or {kind}.is_causal set to False if it sees all"
+        * (said is not False),
+    )
 
 
 def _check_window(window: Any) -> int:
@@ -267,14 +294,18 @@ def register_attention(
     """Registers :func:`attention` with Transformers, for ``model.set_attn_implementation(name)``.
 
     From then on attention in that model has bits that do not depend on the batch, on padding, or on whether a token
-    came in a prefill or was decoded. It makes a bool mask ``[B, 1, Q, K]`` in a forward call, but for a causal prefill
-    without padding. Padding on either side and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or
+    came in a prefill or was decoded. The mask that a model asks ``transformers.masking_utils`` for says what a query
+    sees, whatever ``is_causal`` of its modules is; for a causal prefill without padding it has one element in memory,
+    otherwise it is bool, ``[B, 1, Q, K]``. Where a model's own code adds that mask to scores, what is added is that of
+    eager attention. Padding on either side and packed sequences (``cu_seq_lens_q`` and ``cu_seq_lens_k``, or
     ``position_ids`` alone) are computed as sequences of their lengths. Sinks (gpt-oss), soft-capped scores (Gemma 2)
     and windows are taken, and position biases (T5). A mask that is added to scores is read: what is as low as its type
     goes is not allowed, and the rest is a bias, unless all of it is 0. Refused when they are met, with a sentence:
     attention dropout, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of
-    MiniMax-M3), ``output_attentions``, and every keyword that is not known to leave the result alone. It knows the
-    paged cache of Transformers' continuous batching, which :func:`continuous_batching` has a model use with it.
+    MiniMax-M3), ``output_attentions``, every keyword that is not known to leave the result alone, a call without a mask
+    from a module that does not say ``is_causal = False``, and code that computes with its mask what may be meant for
+    another kind of mask. It knows the paged cache of Transformers' continuous batching, which
+    :func:`continuous_batching` has a model use with it.
 
     Args:
         name: by which Transformers knows it; :func:`convert` counts attention of another name as PyTorch's.
@@ -286,7 +317,7 @@ def register_attention(
     _refuse_k_chunk("register_attention", k_chunk)
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as problem:
         fail(UNSUPPORTED, f"register_attention: Transformers 4.53 or later is not here ({problem})")
 
@@ -320,11 +351,15 @@ def register_attention(
             window = None if sliding_window is None else _check_window(sliding_window)
             return _of_batching(query, key, value, batch, window, how), None
         check_options(options)
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        # What a model asked for has its window; some give attention a window beside a mask without one, for flash.
+        if asked := isinstance(attention_mask, Mask):
+            attention_mask, causal = _read(attention_mask, query, key)
+        else:
+            causal = attention_mask is None and _is_causal(module, is_causal, query, key, sliding_window)
         plain = attention_mask is None and causal and query.shape[2] > 1
         if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
-        elif attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
+        elif attention_mask is None and not asked and sliding_window is not None and key.shape[2] > sliding_window:
             attention_mask = _near(query, key, sliding_window, causal)
         bias = None if position_bias is None else position_bias[..., : key.shape[2]]
         if attention_mask is not None and attention_mask.is_floating_point():
@@ -351,18 +386,17 @@ def register_attention(
     def mask(*arguments: Any, **options: Any) -> Tensor | None:
         # Without padding, a causal mask says nothing that `causal` does not where there are as many keys as queries, or
         # one query behind a cache that grows (of a cache with room Transformers asks for the mask).
-        lengths = [options.get(x) for x in ("q_length", "kv_length")]
-        plain = not arguments and options.get("attention_mask") is None
-        plain = plain and (lengths[0] == lengths[1] is not None or lengths[0] == 1)
-        config = options.get("config")  # OLMoE hands a window to its attention and none to its mask
-        plain = plain and getattr(config, "model_type", None) not in _NEEDS_ITS_MASK
-        plain = plain and (
-            getattr(config, "sliding_window", None) is None or bool(getattr(config, "layer_types", None))
-        )
-        options["allow_is_causal_skip"] = plain and options.get("allow_is_causal_skip", True)
-        adds = getattr(config, "model_type", None) in _ADDS_ITS_MASK
-        made: Tensor | None = (eager_mask if adds else sdpa_mask)(*arguments, **options)
-        return made
+        shape: list[Any] = [options.get(x) for x in ("batch_size", "q_length", "kv_length")]
+        short = not arguments and options.get("attention_mask") is None and None not in shape
+        short = short and (shape[1] == shape[2] or shape[1] == 1)
+        options["allow_is_causal_skip"] = short and options.get("allow_is_causal_skip", True)
+        elements: Tensor | None = sdpa_mask(*arguments, **options)
+        if elements is not None:
+            return given(elements)
+        batch, queries, keys = shape
+        if not options["allow_is_causal_skip"]:
+            return None  # all queries see all keys
+        return say(All if queries == 1 else Causal, (batch, 1, queries, keys), options.get("device", "cpu"))
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
