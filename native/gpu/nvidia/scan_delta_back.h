@@ -49,14 +49,16 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
       kept = workspace.states_at(at.of.sequence, at.first, at.of.from, at.group, at.block);
       tile.bring_kept(kept);
       sums_to = Tile::sums_to(workspace, at.first + at.of.from, at.group, at.block);
-      tile.take_gradients(
-          workspace, left > kTokens, at.first + at.of.from, at.group, at.block,
-          [&](int c, int n) {
-            const int64_t of = at.of.sequence * p.dfinal.stride[0] + at.head * p.dfinal.stride[1] +
-                               n * p.dfinal.stride[2] + (at.first_column + c) * p.dfinal.stride[3];
-            return p.dfinal.data ? *reinterpret_cast<const float *>(p.dfinal.at(of)) : 0.0f;
-          },
-          gradient);
+      if (left > kTokens) Tile::take_gradients(workspace, at.first + at.of.from, at.group, at.block, gradient);
+      else if (p.dfinal.data)
+        Tile::take_given(
+            [&](int c, int n) {
+              const int64_t of = at.of.sequence * p.dfinal.stride[0] + at.head * p.dfinal.stride[1] +
+                                 n * p.dfinal.stride[2] + (at.first_column + c) * p.dfinal.stride[3];
+              return *reinterpret_cast<const float *>(p.dfinal.at(of));
+            },
+            gradient);
+      else Tile::take_given([](int, int) { return 0.0f; }, gradient);
     }
 
     // What the walks kept of a thread's first number of a token, a column's.
@@ -122,11 +124,20 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(of.key[r], i), of.w[k], of.decay * state[k][r][i]);
     };
     const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    const auto back = [&](int piece, int t, const auto &ahead) {
-      float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], sums[1][kBackOwn];
-      tile.four(kW, t, w), tile.four(kOfM, t, of_m), tile.four(kOut, t, out);
-      const float decay = decays[t];
-      float4 next_q = tile.vector(0, t, 0), next_key = tile.vector(1, t, 0);  // as the selective scan's
+    struct Own {
+      float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], decay;
+      float4 q, key;  // of the first round
+    };
+    const auto read_back = [&](int t) {
+      Own own;
+      tile.four(kW, t, own.w), tile.four(kOfM, t, own.of_m), tile.four(kOut, t, own.out), own.decay = decays[t];
+      own.q = tile.vector(0, t, 0), own.key = tile.vector(1, t, 0);
+      return own;
+    };
+    const auto back = [&](int piece, int t, const Own &own, const auto &ahead) {
+      const auto &[w, of_m, out, decay, first_q, first_key] = own;
+      float sums[1][kBackOwn];
+      float4 next_q = first_q, next_key = first_key;
       tile.begin_sums(t, sums);
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
@@ -195,7 +206,7 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
         workspace.of_head(which, of_all + t, at.head)[at.first_column / kColumns] =
             chain_of(tile.terms[t] + which * kColumns, 0, kColumns);
     };
-    take_wide(tile, count, kept, state, load, read, take, back, finish);
+    take_wide(tile, count, kept, state, load, read, take, read_back, back, finish);
   }
 }
 

@@ -50,15 +50,17 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
       kept = workspace.states_at(at.of.sequence, at.first, at.of.from, at.group, at.block);
       tile.bring_kept(kept);
       sums_to = Tile::sums_to(workspace, at.first + at.of.from, at.group, at.block);
-      tile.take_gradients(
-          workspace, left > kTokens, at.first + at.of.from, at.group, at.block,
-          [&](int c, int n) {
-            const int head = int((at.at_group + c) / width), column = int((at.at_group + c) % width);
-            const int64_t of = at.of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] +
-                               column * p.dfinal.stride[2] + n * p.dfinal.stride[3];
-            return p.dfinal.data ? *reinterpret_cast<const float *>(p.dfinal.at(of)) : 0.0f;
-          },
-          gradient);
+      if (left > kTokens) Tile::take_gradients(workspace, at.first + at.of.from, at.group, at.block, gradient);
+      else if (p.dfinal.data)
+        Tile::take_given(
+            [&](int c, int n) {
+              const int head = int((at.at_group + c) / width), column = int((at.at_group + c) % width);
+              const int64_t of = at.of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] +
+                                 column * p.dfinal.stride[2] + n * p.dfinal.stride[3];
+              return *reinterpret_cast<const float *>(p.dfinal.at(of));
+            },
+            gradient);
+      else Tile::take_given([](int, int) { return 0.0f; }, gradient);
     }
 
     // What a thread has of piece i's numbers: of its column, tokens that are kAtOnce apart.
@@ -113,15 +115,23 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(of.u[k], part(of.b[r], i), of.decay[k] * state[k][r][i]);
     };
     const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    const auto back = [&](int piece, int t, const auto &ahead) {
-      float u[kBackOwn], decay[kBackOwn], dy[kBackOwn], sums[2][kBackOwn];
-      tile.four(kU, t, u), tile.four(kDecay, t, decay), tile.four(kDy, t, dy);
-      float4 next_b = tile.vector(0, t, 0),
-             next_c = tile.vector(1, t, 0);  // read before sums are stored, which they could not pass
+    struct Own {
+      float u[kBackOwn], decay[kBackOwn], dy[kBackOwn];
+    };
+    const auto read_back = [&](int t) {
+      Own own;
+      tile.four(kU, t, own.u), tile.four(kDecay, t, own.decay), tile.four(kDy, t, own.dy);
+      return own;
+    };
+    const auto back = [&](int piece, int t, const Own &own, const auto &ahead) {
+      const auto &[u, decay, dy] = own;
+      float sums[2][kBackOwn];
+      float4 next_b = tile.vector(0, t, 0), next_c = tile.vector(1, t, 0);
       tile.begin_sums(t, sums);
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         const float4 b = next_b, c = next_c;
+        // Before sums are stored, which no read could pass.
         if (r + 1 < kRounds) next_b = tile.vector(0, t, r + 1), next_c = tile.vector(1, t, r + 1);
         float of_b[4], of_c[4];
 #pragma unroll
@@ -190,7 +200,7 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
       add_heads<int, kPiece, Tile::kThreads>(p, tile.terms, at.first + at.of.from + i * kPiece, here, int(at.at_group),
                                              kColumns, int(at.block));
     };
-    take_wide(tile, count, kept, state, load, read, take, back, finish);
+    take_wide(tile, count, kept, state, load, read, take, read_back, back, finish);
   }
 }
 

@@ -175,22 +175,29 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
         for (int j = 0; j < 4; ++j) state[k][r][j] = part(got, j);
       }
   }
-  // Gradients of the states behind the tile: as the walk kept them, or given(k, r, i) behind a sequence's last token.
-  template <class Given>
-  __device__ __forceinline__ void take_gradients(const ScanWorkspace &workspace, bool kept, int64_t token,
-                                                 int64_t group, int64_t block, const Given &given,
-                                                 float (&gradient)[kBackOwn][kRounds][4]) const {
+  // Gradients of the states behind the tile, as the walk kept them; and those that given(column, state) has, behind a
+  // sequence's last token.
+  static __device__ __forceinline__ void take_gradients(const ScanWorkspace &workspace, int64_t token, int64_t group,
+                                                        int64_t block, float (&gradient)[kBackOwn][kRounds][4]) {
 #pragma unroll
     for (int k = 0; k < kBackOwn; ++k) {
       const float *const from = gradient_at(workspace, token, group, block, set() + 8 * k) + first_state();
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const float4 got = kept ? *reinterpret_cast<const float4 *>(from + r * kScanRound) : float4();
+        const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          gradient[k][r][i] = kept ? part(got, i) : given(set() + 8 * k, r * kScanRound + first_state() + i);
+        for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
       }
     }
+  }
+  template <class Given>
+  static __device__ __forceinline__ void take_given(const Given &given, float (&gradient)[kBackOwn][kRounds][4]) {
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) gradient[k][r][i] = given(set() + 8 * k, r * kScanRound + first_state() + i);
   }
   // Leaves this thread's sums over its columns of four states of round r.
   __device__ __forceinline__ void leave(int which, int r, const float (&sum)[4]) {
@@ -259,12 +266,14 @@ template <int rounds> using DeltaTile = WideTile<rounds, 3, 1>;
 
 // Takes the `count` tokens of a tile back, before the first of which the states `kept` are, on their way since bring_kept.
 // load(i, back) brings what piece i wants: to be walked forwards, or back; read(t) is what take() wants that takes `state`
-// over the piece's token t; back(i, t, ahead) has `state` as it was before token t, of which it has no need when it calls
-// ahead(); finish(i) follows a piece's last token.
-template <class Tile, int kRounds, class Load, class Read, class Take, class Back, class Finish>
+// over the piece's token t, and read_back(t) what back() does first; back(i, t, own, ahead) has `state` as it was before
+// token t, of which and of its own operands it has no need when it calls ahead(); finish(i) follows a piece's last token.
+// Operands are read a token ahead.
+template <class Tile, int kRounds, class Load, class Read, class Take, class ReadBack, class Back, class Finish>
 __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept,
                                           float (&state)[kBackOwn][kRounds][4], const Load &load, const Read &read,
-                                          const Take &take, const Back &back, const Finish &finish) {
+                                          const Take &take, const ReadBack &read_back, const Back &back,
+                                          const Finish &finish) {
   const int last = (count - 1) / kPiece;
 #pragma unroll 1
   for (int step = 0; step <= 2 * last; ++step) {
@@ -274,39 +283,43 @@ __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *ke
     if (step == 0 || i == 0) wait_copies<0>();
     __syncthreads();
     if (step == 0 || step > last) tile.take_held(Tile::before(i), state);
-    if (forwards) {
-#pragma unroll 1
-      for (int t = 0; t < kPiece; t += 4)  // side by side: a token's operands are read while the one before is taken
-#pragma unroll
-        for (int j = 0; j < 4; ++j) take(read(t + j));
-      tile.hold(i + 1, state);
-      __syncthreads();
-      continue;
-    }
     const int end = count - i * kPiece < kPiece ? count - i * kPiece : kPiece;
-    if (i == 1 && end <= 2) tile.bring_kept(kept);
+    if (!forwards && i == 1 && end <= 2) tile.bring_kept(kept);
+    auto own = read_back(end - 1);
 #pragma unroll 1
-    for (int low = (end - 1) / 2 * 2; low >= 0; low -= 2) {
+    for (int low = (end - 1) / 2 * 2; low >= 0; low -= 2) {  // so of a piece forwards all but two
+      auto operands = read(0);
 #pragma unroll 1
-      for (int t = 0; t < low; t += 2)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) take(read(t + j));
+      for (int t = 0; t < low; t += 2) {
+        const auto next = read(t + 1);
+        take(operands);
+        operands = read(t + 2);
+        take(next);
+      }
       const bool both = low + 1 < end;
       if (both) {
-        const auto operands = read(low);  // no read passes what is stored next
-        tile.hold(0, state);
+        if (!forwards) tile.hold(0, state);
         take(operands);
+      }
+      if (forwards) {
+        take(read(kPiece - 1));
+        tile.hold(i + 1, state);
+        break;
       }
 #pragma unroll 1
       for (int t = both ? low + 1 : low; t >= low; --t)
-        back(i, t, [&] {
-          if (t > low) return tile.take_held(0, state);
-          if (low == 0) return;
-          tile.take_held(Tile::before(i), state);
-          if (i == 1 && low == 2) tile.bring_kept(kept);  // their place is free
+        back(i, t, own, [&] {
+          if (t > low) {
+            tile.take_held(0, state);
+          } else if (low > 0) {
+            tile.take_held(Tile::before(i), state);
+            if (i == 1 && low == 2) tile.bring_kept(kept);  // their place is free
+          }
+          if (t > 0) own = read_back(t - 1);
         });
     }
     __syncthreads();
+    if (forwards) continue;
     finish(i);
     __syncthreads();
   }
