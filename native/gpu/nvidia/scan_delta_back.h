@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
         };
         const float factor = number_of(p.beta.type, beta[j]);
         put_number(kW, factor * m[j]), put_number(kOfM, factor * z[j]);
-        put_number(kOut, number_of(p.dout.type, out[j]));
+        put_number(kOut, first + j * kAtOnce < left ? number_of(p.dout.type, out[j]) : -0.0f);
       }
-      if (int(threadIdx.x) < kPiece && int(threadIdx.x) < left)
-        decays[threadIdx.x] = exp_f32(element(p.g, of(p.g, int(threadIdx.x))));
+      if (int(threadIdx.x) < kPiece)
+        decays[threadIdx.x] = int(threadIdx.x) < left ? exp_f32(element(p.g, of(p.g, int(threadIdx.x)))) : 1.0f;
       k_rows.store(&tile.rows[1][0][0]);
       if (!back) return;
       RowsHere q_rows(p.q, batch * p.q.stride[0] + at.group * p.q.stride[2], token);
@@ -124,57 +124,76 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(of.key[r], i), of.w[k], of.decay * state[k][r][i]);
     };
     const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    struct Own {
-      float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], decay;
-      float4 q, key;  // of the first round
-    };
-    const auto read_back = [&](int t) {
-      Own own;
-      tile.four(kW, t, own.w), tile.four(kOfM, t, own.of_m), tile.four(kOut, t, own.out), own.decay = decays[t];
-      own.q = tile.vector(0, t, 0), own.key = tile.vector(1, t, 0);
-      return own;
-    };
-    const auto back = [&](int piece, int t, const Own &own, const auto &ahead) {
-      const auto &[w, of_m, out, decay, first_q, first_key] = own;
-      float sums[1][kBackOwn];
-      float4 next_q = first_q, next_key = first_key;
-      tile.begin_sums(t, sums);
+    const auto back = [&](int piece, int pair, const auto &ahead) {
+      const int t = 2 * pair, there = count - piece * kPiece - t;
+      float *const to = sums_to + (piece * kPiece + t) * of_token;
+      float w[2][kBackOwn], of_m[2][kBackOwn], out[2][kBackOwn], decay[2], sums[2][1][kBackOwn];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        tile.four(kW, t + j, w[j]), tile.four(kOfM, t + j, of_m[j]), tile.four(kOut, t + j, out[j]);
+        decay[j] = decays[t + j];
+      }
+      tile.begin_sums(pair, sums);
+      float4 s[8];
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const float4 q = next_q, key = next_key;
-        if (r + 1 < kRounds) next_q = tile.vector(0, t, r + 1), next_key = tile.vector(1, t, r + 1);
-        float of_q[4], of_key[4];
+        const float4 q[2] = {tile.vector(0, t, r), tile.vector(0, t + 1, r)},
+                     key[2] = {tile.vector(1, t, r), tile.vector(1, t + 1, r)};
+        float columns[2][2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float terms[2][kBackOwn];
+          float terms[2][2][kBackOwn];
 #pragma unroll
           for (int k = 0; k < kBackOwn; ++k) {
-            const float g = fmaf(part(q, i), out[k], gradient[k][r][i]), old = decay * state[k][r][i];
-            terms[0][k] = out[k] * fmaf(part(key, i), w[k], old);
-            terms[1][k] = fmaf(w[k], g, -(of_m[k] * old));
-            const float through = fmaf(-part(key, i), of_m[k], g);
-            sums[0][k] = fmaf(through, old, sums[0][k]);
-            gradient[k][r][i] = decay * through;
+            float old[2], after[2], g = gradient[k][r][i];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              old[j] = decay[j] * (j ? after[0] : state[k][r][i]);
+              after[j] = fmaf(part(key[j], i), w[j][k], old[j]);
+            }
+#pragma unroll
+            for (int j = 1; j >= 0; --j) {
+              g = fmaf(part(q[j], i), out[j][k], g);
+              terms[j][0][k] = out[j][k] * after[j], terms[j][1][k] = fmaf(w[j][k], g, -(of_m[j][k] * old[j]));
+              g = fmaf(-part(key[j], i), of_m[j][k], g);
+              sums[j][0][k] = fmaf(g, old[j], sums[j][0][k]);
+              g = decay[j] * g;
+            }
+            gradient[k][r][i] = g;
           }
-          of_q[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
-          of_key[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+              const float(&f)[kBackOwn] = terms[j][which];
+              columns[j][which][i] = (f[0] + f[2]) + (f[1] + f[3]);
+            }
         }
-        tile.leave(0, r, of_q), tile.leave(1, r, of_key);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int which = 0; which < 2; ++which) tile.leave(j, which, r, columns[j][which]);
+        if (r % Tile::kJoined == Tile::kJoined - 1) {
+          tile.read_parts(s);
+          if (r < kRounds - 1) tile.add_parts(s, there, to + (r + 1 - Tile::kJoined) * kScanRound);
+        }
       }
-      float4 s[8];  // as the selective scan's
-      tile.read_parts(s);
-      if (tile.whole_sums(t, sums)) {
+      if (tile.whole_sums(pair, sums)) {
         // This warp's lanes of the sum over the states: a thread comes to have a column's.
         const bool second = Tile::quad() & 2, odd = Tile::quad() & 1;
-        float half[2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-          half[k] = (second ? sums[0][k + 2] : sums[0][k]) + gpu_shfl_xor(second ? sums[0][k] : sums[0][k + 2], 16, 32);
-        tile.halves[Tile::half()][t][0][Tile::set() * kBackOwn + Tile::quad()] =
-            (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
+        for (int j = 0; j < 2; ++j) {
+          float half[2];
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            half[k] = (second ? sums[j][0][k + 2] : sums[j][0][k]) +
+                      gpu_shfl_xor(second ? sums[j][0][k] : sums[j][0][k + 2], 16, 32);
+          tile.halves[Tile::half()][t + j][0][Tile::set() * kBackOwn + Tile::quad()] =
+              (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
+        }
       }
       ahead();
-      tile.add_parts(s, sums_to + (piece * kPiece + t) * of_token);
+      tile.add_parts(s, there, to + (kRounds - Tile::kJoined) * kScanRound);
     };
     // The sums over the states, whole, and those of the head.
     const auto finish = [&](int i) {
@@ -206,7 +225,7 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
         workspace.of_head(which, of_all + t, at.head)[at.first_column / kColumns] =
             chain_of(tile.terms[t] + which * kColumns, 0, kColumns);
     };
-    take_wide(tile, count, kept, state, load, read, take, read_back, back, finish);
+    take_wide(tile, count, kept, state, load, read, take, back, finish);
   }
 }
 
@@ -339,9 +358,7 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
       __syncthreads();
       if (i > 0) flush(turn ^ 1, backwards ? from + kTokens : from - kTokens);
       if (more) load(backwards ? from - kTokens : from + kTokens);
-#pragma unroll 1
-      for (int t = 0; t < kTokens; t += kTurn) {
-        if (t + kTurn == kTokens && more) store(turn ^ 1);
+      const auto some = [&](int t) {
         if (backwards) {
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, count, kTokens - 1 - t - of, true);
@@ -349,7 +366,11 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, count, t + of, false);
         }
-      }
+      };
+#pragma unroll 1
+      for (int t = 0; t < kTokens - kTurn; t += kTurn) some(t);
+      if (more) store(turn ^ 1);  // not in a loop, which would wait for what it has loaded in its first turn
+      some(kTokens - kTurn);
       if (backwards && from > 0)
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)

@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
         const auto put_number = [&](int which, float number) {
           tile.numbers[which][first + j * kAtOnce][beside(int(threadIdx.x) % kColumns)] = number;
         };
+        const bool there = first + j * kAtOnce < left;
         const float step = number_of(p.dt.type, dt[j]);
-        put_number(kU, step * number_of(p.x.type, x[j])), put_number(kDecay, exp_f32(step * a));
-        put_number(kDy, number_of(p.dy.type, dy[j]));
+        put_number(kU, step * number_of(p.x.type, x[j])), put_number(kDecay, there ? exp_f32(step * a) : 1.0f);
+        put_number(kDy, there ? number_of(p.dy.type, dy[j]) : -0.0f);
       }
       b_rows.store(&tile.rows[0][0][0]);
       if (!back) return;
@@ -115,57 +116,76 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
           for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(of.u[k], part(of.b[r], i), of.decay[k] * state[k][r][i]);
     };
     const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    struct Own {
-      float u[kBackOwn], decay[kBackOwn], dy[kBackOwn];
-    };
-    const auto read_back = [&](int t) {
-      Own own;
-      tile.four(kU, t, own.u), tile.four(kDecay, t, own.decay), tile.four(kDy, t, own.dy);
-      return own;
-    };
-    const auto back = [&](int piece, int t, const Own &own, const auto &ahead) {
-      const auto &[u, decay, dy] = own;
-      float sums[2][kBackOwn];
-      float4 next_b = tile.vector(0, t, 0), next_c = tile.vector(1, t, 0);
-      tile.begin_sums(t, sums);
+    const auto back = [&](int piece, int pair, const auto &ahead) {
+      const int t = 2 * pair, there = count - piece * kPiece - t;
+      float *const to = sums_to + (piece * kPiece + t) * of_token;
+      float u[2][kBackOwn], decay[2][kBackOwn], dy[2][kBackOwn], sums[2][2][kBackOwn];
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        tile.four(kU, t + j, u[j]), tile.four(kDecay, t + j, decay[j]), tile.four(kDy, t + j, dy[j]);
+      tile.begin_sums(pair, sums);
+      float4 s[8];
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const float4 b = next_b, c = next_c;
-        // Before sums are stored, which no read could pass.
-        if (r + 1 < kRounds) next_b = tile.vector(0, t, r + 1), next_c = tile.vector(1, t, r + 1);
-        float of_b[4], of_c[4];
+        const float4 b[2] = {tile.vector(0, t, r), tile.vector(0, t + 1, r)},
+                     c[2] = {tile.vector(1, t, r), tile.vector(1, t + 1, r)};
+        float columns[2][2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float terms[2][kBackOwn];
+          float terms[2][2][kBackOwn];
 #pragma unroll
           for (int k = 0; k < kBackOwn; ++k) {
-            const float g = fmaf(part(c, i), dy[k], gradient[k][r][i]), old = decay[k] * state[k][r][i];
-            sums[0][k] = fmaf(part(b, i), g, sums[0][k]), sums[1][k] = fmaf(g, old, sums[1][k]);
-            terms[0][k] = u[k] * g, terms[1][k] = dy[k] * fmaf(u[k], part(b, i), old);
-            gradient[k][r][i] = decay[k] * g;
+            float old[2], after[2], g = gradient[k][r][i];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              old[j] = decay[j][k] * (j ? after[0] : state[k][r][i]);
+              after[j] = fmaf(u[j][k], part(b[j], i), old[j]);
+            }
+#pragma unroll
+            for (int j = 1; j >= 0; --j) {
+              g = fmaf(part(c[j], i), dy[j][k], g);
+              sums[j][0][k] = fmaf(part(b[j], i), g, sums[j][0][k]), sums[j][1][k] = fmaf(g, old[j], sums[j][1][k]);
+              terms[j][0][k] = u[j][k] * g, terms[j][1][k] = dy[j][k] * after[j];
+              g = decay[j][k] * g;
+            }
+            gradient[k][r][i] = g;
           }
-          of_b[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
-          of_c[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+              const float(&f)[kBackOwn] = terms[j][which];
+              columns[j][which][i] = (f[0] + f[2]) + (f[1] + f[3]);
+            }
         }
-        tile.leave(0, r, of_b), tile.leave(1, r, of_c);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int which = 0; which < 2; ++which) tile.leave(j, which, r, columns[j][which]);
+        if (r % Tile::kJoined == Tile::kJoined - 1) {
+          tile.read_parts(s);
+          if (r < kRounds - 1) tile.add_parts(s, there, to + (r + 1 - Tile::kJoined) * kScanRound);
+        }
       }
-      float4 s[8];  // added up when other reads have been waited for as well
-      tile.read_parts(s);
-      if (tile.whole_sums(t, sums)) {
+      if (tile.whole_sums(pair, sums)) {
         // This warp's lanes of the sums over the states: a thread comes to have two columns of one.
         const bool second = Tile::quad() & 2, odd = Tile::quad() & 1;
-        float half[kBackOwn], quarter[2];
 #pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
-          half[k] = (second ? sums[1][k] : sums[0][k]) + gpu_shfl_xor(second ? sums[0][k] : sums[1][k], 16, 32);
+        for (int j = 0; j < 2; ++j) {
+          float half[kBackOwn], quarter[2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-          quarter[k] = (odd ? half[k + 2] : half[k]) + gpu_shfl_xor(odd ? half[k] : half[k + 2], 8, 32);
-        *reinterpret_cast<float2 *>(&tile.halves[Tile::half()][t][second][Tile::set() * kBackOwn + (odd ? 2 : 0)]) =
-            make_float2(quarter[0], quarter[1]);
+          for (int k = 0; k < kBackOwn; ++k)
+            half[k] =
+                (second ? sums[j][1][k] : sums[j][0][k]) + gpu_shfl_xor(second ? sums[j][0][k] : sums[j][1][k], 16, 32);
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            quarter[k] = (odd ? half[k + 2] : half[k]) + gpu_shfl_xor(odd ? half[k] : half[k + 2], 8, 32);
+          float *const own = &tile.halves[Tile::half()][t + j][second][Tile::set() * kBackOwn + (odd ? 2 : 0)];
+          *reinterpret_cast<float2 *>(own) = make_float2(quarter[0], quarter[1]);
+        }
       }
       ahead();
-      tile.add_parts(s, sums_to + (piece * kPiece + t) * of_token);
+      tile.add_parts(s, there, to + (kRounds - Tile::kJoined) * kScanRound);
     };
     // The sums over the states, whole, and those of heads.
     const auto finish = [&](int i) {
@@ -200,7 +220,7 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
       add_heads<int, kPiece, Tile::kThreads>(p, tile.terms, at.first + at.of.from + i * kPiece, here, int(at.at_group),
                                              kColumns, int(at.block));
     };
-    take_wide(tile, count, kept, state, load, read, take, read_back, back, finish);
+    take_wide(tile, count, kept, state, load, read, take, back, finish);
   }
 }
 
@@ -211,7 +231,7 @@ __global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
     selective_walks_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
                 kTokens = checkpoint_tokens(kElements);
-  constexpr int kTurn = 8, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
+  constexpr int kTurn = 4, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
   struct Shared {
     float rows[2][kTokens][kElements];
     float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
@@ -306,9 +326,7 @@ __global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
       const bool more = backwards ? from > 0 : from + kTokens < last;
       __syncthreads();
       if (more) load(backwards ? from - kTokens : from + kTokens);
-#pragma unroll 1
-      for (int t = 0; t < kTokens; t += kTurn) {
-        if (t + kTurn == kTokens && more) store(turn ^ 1);
+      const auto some = [&](int t) {
         if (backwards) {
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, kTokens - 1 - t - of, true);
@@ -316,7 +334,11 @@ __global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, t + of, false);
         }
-      }
+      };
+#pragma unroll 1
+      for (int t = 0; t < kTokens - kTurn; t += kTurn) some(t);
+      if (more) store(turn ^ 1);  // not in a loop, which would wait for what it has loaded in its first turn
+      some(kTokens - kTurn);
       if (backwards && from > 0)
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)

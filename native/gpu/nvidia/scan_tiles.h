@@ -6,8 +6,9 @@
 // need no other warp; a sum over the states comes in halves, which are added at a piece's end. Rounds beyond the fourth are
 // of a second part, which goes on with the sums of the first one a token later.
 //
-// Four blocks are to fit a multiprocessor, each with what a piece of 8 tokens wants in shared memory. So a tile is walked
-// forwards once, to keep the states before each of its pieces, and a piece from there to keep those before one token.
+// Two tokens are taken back at a time: the states between them are an element at a time. Four blocks are to fit a
+// multiprocessor, each with what a piece of 8 tokens wants in shared memory. So a tile is walked forwards once, to keep the
+// states before each of its pieces, and a piece once, to keep those before its second half.
 #pragma once
 
 #include "contract/elementary.h"
@@ -100,7 +101,7 @@ __device__ __forceinline__ int beside(int c) { return c % 8 * kBackOwn + c / 8; 
 
 // Sums over the states that the first part's threads hand to those of the second.
 template <int kParts, int sums_of> struct HandedSums {
-  float4 handed[2][sums_of][64];
+  float4 handed[2][2][sums_of][64];  // in turns, of a pair of tokens
 };
 template <int sums_of> struct HandedSums<1, sums_of> {};
 
@@ -113,15 +114,16 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
   static constexpr int kElements = rounds * kScanRound, kTokens = checkpoint_tokens(kElements);
   static constexpr int kPieces = kTokens / kPiece, kNumbers = kPiece / kAtOnce;  // of a thread: numbers that it brings
   static_assert(kPieces > 1);
-  // Vectors of what threads leave for a sum over columns: two of a round; four lanes, apart so that no two meet a bank.
-  static constexpr int kLane = 9, kVectors = 4 * kLane;
+  // Vectors of what threads leave for sums over columns: two of a round and token, for some rounds at a time; four lanes,
+  // apart so that no two meet a bank.
+  static constexpr int kJoined = kRounds < 2 ? kRounds : 2, kLeft = 2 * 2 * kJoined, kLane = 9, kVectors = 4 * kLane;
   using Terms = float[3 * kColumns + 1];
-  float4 held[kPieces][kBackOwn][kRounds]
-             [kThreads];  // states before a token; before pieces, the first's in the second's place
+  // States before half of a piece; before pieces, the first's where the second's were.
+  float4 held[kPieces][kBackOwn][kRounds][kThreads];
   float rows[2][kPiece][kElements];
   float numbers[numbers_of][kPiece][kColumns];  // the four columns of a thread are neighbours
   union {
-    float4 parts[2 * kParts][2 * kRounds][kVectors];
+    float4 parts[2 * kParts][kLeft][kVectors];
     Terms terms[kPiece];  // of sums over heads, at a piece's end
   };
   float halves[2][kPiece][sums_of][kColumns];
@@ -199,19 +201,21 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
 #pragma unroll
         for (int i = 0; i < 4; ++i) gradient[k][r][i] = given(set() + 8 * k, r * kScanRound + first_state() + i);
   }
-  // Leaves this thread's sums over its columns of four states of round r.
-  __device__ __forceinline__ void leave(int which, int r, const float (&sum)[4]) {
-    parts[warp()][which * kRounds + r][quad() * kLane + set()] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  // Leaves this thread's sums over its columns of four states of round r, of the pair's token j.
+  __device__ __forceinline__ void leave(int j, int which, int r, const float (&sum)[4]) {
+    parts[warp()][(2 * j + which) * kJoined + r % kJoined][quad() * kLane + set()] =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
   }
-  // Adds up what the warp's threads left of a token's two sums, in two steps; where the workspace wants this thread's four
-  // states of the tile's first token, and how far from there those of the next lie.
+  // Adds up what the warp's threads left, in two steps: a thread has four states of a sum and a token of the pair, own_token().
+  // Where the workspace wants them of the tile's first pair and first rounds.
+  static __device__ __forceinline__ int own_token() { return threadIdx.x % 32 / (8 * kJoined) % 2; }
   static __device__ __forceinline__ float *sums_to(const ScanWorkspace &workspace, int64_t token, int64_t group,
                                                    int64_t block) {
-    return workspace.row(threadIdx.x % 32 / (4 * kRounds) % 2, token, group, block) +
-           (of_part() * kRounds + threadIdx.x / 4 % kRounds) * kScanRound +
+    return workspace.row(threadIdx.x % 32 / (4 * kJoined) % 2, token + own_token(), group, block) +
+           (of_part() * kRounds + threadIdx.x / 4 % kJoined) * kScanRound +
            (2 * (threadIdx.x % 4) + half()) * kScanLaneElements;
   }
-  static __device__ __forceinline__ bool adds() { return kRounds == 4 || threadIdx.x % 32 < 8 * kRounds; }
+  static __device__ __forceinline__ bool adds() { return kJoined == 2 || threadIdx.x % 32 < 16; }
   __device__ __forceinline__ void read_parts(float4 (&s)[8]) const {
     __syncwarp();
     if (adds()) {
@@ -220,8 +224,9 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
       for (int c = 0; c < 8; ++c) s[c] = from[c];
     }
   }
-  __device__ __forceinline__ void add_parts(const float4 (&s)[8], float *to) const {
-    if (adds()) {
+  // count: of the pair's tokens.
+  __device__ __forceinline__ void add_parts(const float4 (&s)[8], int count, float *to) const {
+    if (adds() && own_token() < count) {
       const auto sum = [&](int i) {
         const auto at = [&](int c) { return part(s[c], i); };
         return ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
@@ -230,31 +235,38 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
     }
     __syncwarp();
   }
-  // The sums over the states of token t so far: those of the first part, if this is the second.
-  __device__ __forceinline__ void begin_sums(int t, float (&sums)[sums_of][kBackOwn]) const {
+  // The sums over the states of a pair's tokens so far: those of the first part, if this is the second.
+  __device__ __forceinline__ void begin_sums(int pair, float (&sums)[2][sums_of][kBackOwn]) const {
     if constexpr (kParts > 1)
       if (of_part() > 0) {
         named_sync(1 + half(), 64);
 #pragma unroll
-        for (int s = 0; s < sums_of; ++s) {
-          const float4 got = this->handed[t % 2][s][threadIdx.x % 64];
+        for (int j = 0; j < 2; ++j)
 #pragma unroll
-          for (int k = 0; k < kBackOwn; ++k) sums[s][k] = part(got, k);
-        }
+          for (int s = 0; s < sums_of; ++s) {
+            const float4 got = this->handed[pair % 2][j][s][threadIdx.x % 64];
+#pragma unroll
+            for (int k = 0; k < kBackOwn; ++k) sums[j][s][k] = part(got, k);
+          }
         return;
       }
 #pragma unroll
-    for (int s = 0; s < sums_of; ++s)
+    for (int j = 0; j < 2; ++j)
 #pragma unroll
-      for (int k = 0; k < kBackOwn; ++k) sums[s][k] = 0.0f;
+      for (int s = 0; s < sums_of; ++s)
+#pragma unroll
+        for (int k = 0; k < kBackOwn; ++k) sums[j][s][k] = 0.0f;
   }
-  // Whether these are all; else they are handed on. Which of two places has them the barrier of the next token frees.
-  __device__ __forceinline__ bool whole_sums(int t, const float (&sums)[sums_of][kBackOwn]) {
+  // Whether these are all; else they are handed on. Which of two places has them the barrier of the next pair frees.
+  __device__ __forceinline__ bool whole_sums(int pair, const float (&sums)[2][sums_of][kBackOwn]) {
     if constexpr (kParts > 1)
       if (of_part() == 0) {
 #pragma unroll
-        for (int s = 0; s < sums_of; ++s)
-          this->handed[t % 2][s][threadIdx.x] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int s = 0; s < sums_of; ++s)
+            this->handed[pair % 2][j][s][threadIdx.x] =
+                make_float4(sums[j][s][0], sums[j][s][1], sums[j][s][2], sums[j][s][3]);
         named_sync(1 + half(), 64);
         return false;
       }
@@ -265,16 +277,21 @@ template <int rounds> using SelectiveTile = WideTile<rounds, 3, 2>;
 template <int rounds> using DeltaTile = WideTile<rounds, 3, 1>;
 
 // Takes the `count` tokens of a tile back, before the first of which the states `kept` are, on their way since bring_kept.
-// load(i, back) brings what piece i wants: to be walked forwards, or back; read(t) is what take() wants that takes `state`
-// over the piece's token t, and read_back(t) what back() does first; back(i, t, own, ahead) has `state` as it was before
-// token t, of which and of its own operands it has no need when it calls ahead(); finish(i) follows a piece's last token.
-// Operands are read a token ahead.
-template <class Tile, int kRounds, class Load, class Read, class Take, class ReadBack, class Back, class Finish>
+// load(i, back) brings what piece i wants: to be walked forwards, or back, when a token that is not there leaves gradients
+// as they are; read(t) is what take() wants that takes `state` over the piece's token t; back(i, pair, ahead) has `state` as
+// it was before a pair of tokens, of which it has no need when it calls ahead(); finish(i) follows a piece's last pair.
+template <class Tile, int kRounds, class Load, class Read, class Take, class Back, class Finish>
 __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept,
                                           float (&state)[kBackOwn][kRounds][4], const Load &load, const Read &read,
-                                          const Take &take, const ReadBack &read_back, const Back &back,
-                                          const Finish &finish) {
+                                          const Take &take, const Back &back, const Finish &finish) {
   const int last = (count - 1) / kPiece;
+  const auto walk = [&](int from, int to) {
+#pragma unroll 1
+    for (int t = from; t < to; t += 2) {
+      const auto first = read(t), second = read(t + 1);
+      take(first), take(second);
+    }
+  };
 #pragma unroll 1
   for (int step = 0; step <= 2 * last; ++step) {
     const bool forwards = step < last;
@@ -283,40 +300,22 @@ __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *ke
     if (step == 0 || i == 0) wait_copies<0>();
     __syncthreads();
     if (step == 0 || step > last) tile.take_held(Tile::before(i), state);
-    const int end = count - i * kPiece < kPiece ? count - i * kPiece : kPiece;
-    if (!forwards && i == 1 && end <= 2) tile.bring_kept(kept);
-    auto own = read_back(end - 1);
+    const int pairs = count - i * kPiece < kPiece ? (count - i * kPiece + 1) / 2 : kPiece / 2;
+    if (pairs > 2) {
+      walk(0, forwards ? kPiece : kPiece / 2);
+      tile.hold(forwards ? i + 1 : 0, state);
+    }
+    if (!forwards) {
+      if (i == 1 && pairs == 1) tile.bring_kept(kept);
 #pragma unroll 1
-    for (int low = (end - 1) / 2 * 2; low >= 0; low -= 2) {  // so of a piece forwards all but two
-      auto operands = read(0);
-#pragma unroll 1
-      for (int t = 0; t < low; t += 2) {
-        const auto next = read(t + 1);
-        take(operands);
-        operands = read(t + 2);
-        take(next);
-      }
-      const bool both = low + 1 < end;
-      if (both) {
-        if (!forwards) tile.hold(0, state);
-        take(operands);
-      }
-      if (forwards) {
-        take(read(kPiece - 1));
-        tile.hold(i + 1, state);
-        break;
-      }
-#pragma unroll 1
-      for (int t = both ? low + 1 : low; t >= low; --t)
-        back(i, t, own, [&] {
-          if (t > low) {
-            tile.take_held(0, state);
-          } else if (low > 0) {
-            tile.take_held(Tile::before(i), state);
-            if (i == 1 && low == 2) tile.bring_kept(kept);  // their place is free
-          }
-          if (t > 0) own = read_back(t - 1);
+      for (int pair = pairs - 1; pair >= 0; --pair) {
+        if (pair % 2) walk(2 * pair - 2, 2 * pair);
+        back(i, pair, [&] {
+          if (pair == 0) return;
+          tile.take_held(pair > 2 ? 0 : Tile::before(i), state);
+          if (i == 1 && pair == 1) tile.bring_kept(kept);  // their place is free
         });
+      }
     }
     __syncthreads();
     if (forwards) continue;
