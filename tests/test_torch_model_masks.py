@@ -97,22 +97,32 @@ def test_a_decoder_that_is_called_as_an_encoder_sees_later_tokens():
             assert not torch.allclose(want, eager(ids, **more).logits[mask == 1], atol=1e-2)
 
 
-def test_no_mask_and_a_module_that_may_be_causal():
+@pytest.mark.parametrize("said", [True, None])
+def test_an_encoder_that_does_not_say_that_it_sees_all(said):
     """By sdpa it would be causal, by eager attention not."""
-    ids, _ = tokens()
+    ids, mask = tokens()
     model, eager = (made("bert", name, "AutoModelForMaskedLM", is_decoder=False) for name in ("pydet", "eager"))
     with torch.no_grad():
         near(model(ids).logits, eager(ids).logits)
-        for said in (True, None):
-            for module in model.modules():
-                if hasattr(module, "is_causal") or said is None:
-                    module.__dict__.pop("is_causal", None)
-                if said and type(module).__name__ == "BertSelfAttention":
+        for module in model.modules():
+            if type(module).__name__ == "BertSelfAttention":
+                module.__dict__.pop("is_causal")
+                if said:
                     module.is_causal = True
-            what = "is_causal True" if said else "no is_causal"
-            with pytest.raises(pydet.Error, match=f"^attention: BertSelfAttention has no mask and {what}, by which"):
-                model(ids)
+        what = "is_causal True where its model asked for a mask" if said else "no is_causal"
+        with pytest.raises(pydet.Error, match=f"^attention: BertSelfAttention has no mask and {what}"):
+            model(ids)
         near(model(ids[:, :1]).logits, eager(ids[:, :1]).logits)
+        near(model(ids, attention_mask=mask).logits[mask == 1], eager(ids, attention_mask=mask).logits[mask == 1])
+
+
+def test_a_decoder_that_does_not_ask_for_a_mask():
+    """Moshi's for the codes of a moment in 5.24, and its other one in 5.17: its modules say that it is causal."""
+    attend, module = transformers.AttentionInterface()["pydet"], torch.nn.Identity()
+    module.is_causal, module.config = True, transformers.BertConfig()
+    q = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(1))
+    same(attend(module, q, q, q, None)[0], attend(module, q, q, q, say(Causal, (1, 1, 12, 12), "cpu"))[0])
+    same(attend(module, q[:, :, 7:], q, q, None)[0], attend(module, q, q, q, None)[0][:, 7:])
 
 
 def test_a_window_that_is_not_in_the_mask():
@@ -124,11 +134,11 @@ def test_a_window_that_is_not_in_the_mask():
     same(*[attend(module, q, q, q, say(Causal, (1, 1, 12, 12), "cpu"), sliding_window=x)[0] for x in (None, 5)])
     last = q[:, :, -1:]
     same(*[attend(module, last, q, q, say(All, (1, 1, 1, 12), "cpu"), sliding_window=x)[0] for x in (None, 5)])
-    module.is_causal = False
-    same(*[attend(module, q, q, q, None, sliding_window=x)[0] for x in (None, 12)])
-    for queries in (q, last):
-        with pytest.raises(pydet.Error, match=r"^attention: Identity has no mask and sliding_window 5, by which"):
-            attend(module, queries, q, q, None, sliding_window=5)
+    for module.is_causal in (False, True):
+        same(*[attend(module, q, q, q, None, sliding_window=x)[0] for x in (None, 12)])
+        for queries in (q, last):
+            with pytest.raises(pydet.Error, match=r"^attention: Identity has no mask and sliding_window 5, by which"):
+                attend(module, queries, q, q, None, sliding_window=5)
 
 
 # ---- Code that does arithmetic with a mask ---------------------------------------------------------------------------

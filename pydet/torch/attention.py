@@ -9,6 +9,7 @@ masked before or after its own.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, TypeAlias
 
 import torch
@@ -158,27 +159,33 @@ def _read(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool
     return elements_of(mask), False
 
 
+# Configurations for which a model asked for a mask by which all queries see all keys, and so has none.
+_all_see: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
 def _is_causal(module: Any, is_causal: bool | None, query: Tensor, key: Tensor, window: int | None) -> bool:
-    """Of a call without a mask. A model that asked for the causal one has it, so all keys are seen, unless the call
-    says otherwise. Where only the module does, sdpa would go by that and eager attention would not; and neither of them
-    by a window, which flash attention takes."""
+    """Of a call without a mask. A model that asked for the causal one has it, so all keys are seen, unless the call or
+    the module says otherwise, by which sdpa and flash attention go, and eager attention does not; only flash attention
+    goes by a window. Refused is what says nothing, and what says that it is causal where the model asked otherwise."""
     if is_causal is not None:
         return is_causal
     said = getattr(module, "is_causal", None)
-    if said is False or query.shape[2] == 1 or key.shape[2] == 1:
-        if window is None or key.shape[2] <= window:
-            return False
-        what = f"sliding_window {window}"
-    else:
-        what = "no is_causal" if said is None else f"is_causal {said}"
-    kind = type(module).__qualname__
-    fail(
-        UNSUPPORTED,
-        f"attention: {kind} has no mask and {what}, by which eager attention, sdpa and flash attention do not see the "
-        f"same of {key.shape[2]} keys; want a mask of transformers.masking_utils, or is_causal in the call"
-        + f", or {kind}.is_causal set to False if it sees all"
-        * (said is not False),
-    )
+    matters = query.shape[2] > 1 and key.shape[2] > 1
+    what = "no is_causal" if said is None and matters else ""
+    if said and matters and not torch.compiler.is_compiling() and _all_see.get(id(getattr(module, "config", None))):
+        what = "is_causal True where its model asked for a mask by which all see all"
+    elif window is not None and key.shape[2] > window:
+        what = what or f"sliding_window {window}"
+    if what:
+        kind = type(module).__qualname__
+        fail(
+            UNSUPPORTED,
+            f"attention: {kind} has no mask and {what}, by which eager attention, sdpa and flash attention do not see "
+            f"the same of {key.shape[2]} keys; want a mask of transformers.masking_utils, or is_causal in the call"
+            + f", or {kind}.is_causal set to False if it sees all"
+            * (not what.startswith("sliding_window")),
+        )
+    return bool(said) and matters
 
 
 def _check_window(window: Any) -> int:
@@ -303,7 +310,7 @@ def register_attention(
     goes is not allowed, and the rest is a bias, unless all of it is 0. Refused when they are met, with a sentence:
     attention dropout, the chosen keys of sparse attention (``indices`` of DeepSeek-V3.2, ``block_indices`` of
     MiniMax-M3), ``output_attentions``, every keyword that is not known to leave the result alone, a call without a mask
-    from a module that does not say ``is_causal = False``, and code that computes with its mask what may be meant for
+    from a module without ``is_causal``, and code that computes with its mask what may be meant for
     another kind of mask. It knows the paged cache of Transformers' continuous batching, which
     :func:`continuous_batching` has a model use with it.
 
@@ -395,7 +402,9 @@ def register_attention(
             return given(elements)
         batch, queries, keys = shape
         if not options["allow_is_causal_skip"]:
-            return None  # all queries see all keys
+            if not torch.compiler.is_compiling() and (config := options.get("config")) is not None:
+                _all_see[id(config)] = config
+            return None
         return say(All if queries == 1 else Causal, (batch, 1, queries, keys), options.get("device", "cpu"))
 
     AttentionInterface.register(name, forward)
