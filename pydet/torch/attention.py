@@ -104,7 +104,7 @@ _WITHOUT_EFFECT = frozenset(
         *("use_cache", "cache_position"),  # the cache was written, and read into key and value, before
         "encoder_hidden_states",  # key and value were made of them
         *("num_items_in_batch", "shift_labels"),  # the loss's
-        *("output_hidden_states", "output_router_logits", "return_dict"),  # other modules'
+        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),  # other modules'
         "deterministic",  # of flash attention's backward: pydet's always is
     )
 )
@@ -171,19 +171,19 @@ def _is_causal(module: Any, is_causal: bool | None, query: Tensor, key: Tensor, 
         return is_causal
     said = getattr(module, "is_causal", None)
     matters = query.shape[2] > 1 and key.shape[2] > 1
-    what = "no is_causal" if said is None and matters else ""
-    if said and matters and not torch.compiler.is_compiling() and _all_see.get(id(getattr(module, "config", None))):
+    what = ""
+    if said is None and matters:
+        what = "no is_causal"
+    elif said and matters and not torch.compiler.is_compiling() and id(getattr(module, "config", None)) in _all_see:
         what = "is_causal True where its model asked for a mask by which all see all"
     elif window is not None and key.shape[2] > window:
-        what = what or f"sliding_window {window}"
+        what = f"sliding_window {window}"
     if what:
-        kind = type(module).__qualname__
         fail(
             UNSUPPORTED,
-            f"attention: {kind} has no mask and {what}, by which eager attention, sdpa and flash attention do not see "
-            f"the same of {key.shape[2]} keys; want a mask of transformers.masking_utils, or is_causal in the call"
-            + f", or {kind}.is_causal set to False if it sees all"
-            * (not what.startswith("sliding_window")),
+            f"attention: {type(module).__qualname__} has no mask and {what}, by which eager attention, sdpa and flash "
+            f"attention do not see the same of {key.shape[2]} keys; want the mask of masking_utils, is_causal in the "
+            "call, or a module whose is_causal is False if it sees all",
         )
     return bool(said) and matters
 
