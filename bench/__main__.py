@@ -7,6 +7,7 @@ side by side.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -54,7 +55,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument(
         "--name",
-        help="of the files in bench/raw/: NAME.json, NAME.md and NAME.png; default cpu, or cpu_OPERATION_random",
+        help="of the files in bench/raw/: NAME.json, NAME.md and, of a list, with matplotlib, NAME.png; "
+        "default cpu, or cpu_OPERATION_random",
     )
     parser.add_argument("--entries", type=Path, help=argparse.SUPPRESS)  # of the process that measures
     options = parser.parse_args()
@@ -82,11 +84,12 @@ def main():
         print("", *lines, sep="\n")
         with (harness.RESULTS / f"{name}.md").open("a") as table:
             table.write("\n" + "".join(f"- {line}\n" for line in lines))
-    else:  # hundreds of bars
+    plotted = not drawn and importlib.util.find_spec("matplotlib") is not None
+    if plotted:
         plot.write(harness.RESULTS / f"{name}.png", entries)
     disturbed = sum(entry["disturbed"] > entry["samples"] // 2 for entry in entries)
     print(f"\nLoad average at the start: {load_average[0]}. Disturbed (~): {disturbed} of {len(entries)} figures.")
-    print(f"Written: bench/raw/{name}.json and .md{'' if drawn else ', and .png'}.")
+    print(f"Written: bench/raw/{name}.json and .md{', and .png' * plotted}.")
     wrong = [e for e in entries if e["bits_ok"] is False]
     for e in wrong:
         print(f"wrong bits: {e['op']} {e['shape']} {e['dtype']} {e['variant']}, {e['threads']} thr.")
