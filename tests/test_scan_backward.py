@@ -22,7 +22,8 @@ GRADIENTS = [
     (2, 0, 2, 3, 1, 4),
 ]
 # States of whole rounds and whole blocks of 32 columns, of which a GPU's threads have four columns: around its tiles of
-# 16 and 32 tokens, heads that begin and end within a block. A decay for each head.
+# 16 and 32 tokens and their pieces of 8, heads that begin and end within a block. A decay for each head. Of 256
+# states two threads have a column's, in turn; columns that are no whole block have one thread, as 192 states have.
 WIDE = [
     (1, 1, 2, 64, 1, 128),
     (2, 15, 4, 16, 2, 128),
@@ -31,6 +32,10 @@ WIDE = [
     (1, 33, 32, 1, 1, 64),
     (1, 65, 1, 96, 1, 32),
     (1, 4, 4, 8, 1, 64),
+    (1, 27, 2, 16, 1, 256),
+    (2, 41, 4, 16, 2, 256),
+    (1, 35, 1, 33, 1, 256),
+    (1, 18, 1, 32, 1, 192),
 ]
 CONV_GRADIENTS = [*CONVOLUTIONS, (2, 1, 3, 5), (1, 3, 34, 64), (0, 4, 3, 2), (1, 0, 4, 3)]
 
@@ -78,7 +83,7 @@ def check_gated_delta_backward(functions, dtype, cases=GRADIENTS):
 
 
 def check_wide(functions, name, dtype):
-    """Against the CPU's kernels."""
+    """Against the CPU's kernels; how many calls."""
     selective = name == "selective_scan_backward"
     maker = scan_of if selective else delta_of
     for number, sizes in enumerate(WIDE):
@@ -92,12 +97,17 @@ def check_wide(functions, name, dtype):
         value = given[0 if selective else 2]
         dy = data(kind, value.shape, value.dtype, 70)
         same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), sizes)
-    starts = np.int32([0, 3, 3, 4, 40, 69])
-    given = maker(1, 69, 2, 32, 1, 128, dtype, 7)
-    value = given[0 if selective else 2]
-    own = {"cu_seqlens": starts, "return_initial": True}
-    dy = data("normal", value.shape, value.dtype, 71)
-    same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), "a pack")
+    # Last pieces of one to nine tokens, behind none, one, two and three others.
+    lengths = [3, 0, 1, 36, 29, 7, 8, 9, 10, 11, 24, 25, 26]
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    packs = [(2, 128), (1, 64), *([(1, 256)] if selective else [])]
+    for heads, states in packs:
+        given = maker(1, int(starts[-1]), heads, 32, 1, states, dtype, 7)
+        value = given[0 if selective else 2]
+        own = {"cu_seqlens": starts, "return_initial": True}
+        dy = data("normal", value.shape, value.dtype, 71)
+        same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), ("a pack", states))
+    return len(WIDE) + len(packs)
 
 
 def check_pack(functions, name, given, dtype):

@@ -4,7 +4,8 @@
 #include "core/error.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/scan.h"
-#include "gpu/nvidia/scan_tiles.h"
+#include "gpu/nvidia/scan_delta_back.h"
+#include "gpu/nvidia/scan_selective_back.h"
 
 namespace pydet {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 // behind adds up.
 //
 // Two chains walk the tokens: the states forwards, their gradients backwards. Neither needs the other, so of states that fill
-// up to four rounds blocks of their own walk them first and keep what is at each tile's begin, or end; then each tile is taken
+// their rounds blocks of their own walk them first and keep what is at each tile's begin, or end; then each tile is taken
 // back by a block of its own, all of them side by side (scan_tiles.h). What is kept at a tile's end lies where the tile's
 // parts of sums will. Of other states, whose tiles' parts may be too few, with a decay for each state, whose gradient is a
 // chain of a column over its tokens, and of columns that fill no block, the kernels here do both, a tile after the other.
@@ -39,9 +40,17 @@ template <int kRounds> struct BackTile {
   static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements);
   float rows[2][kTokens][kElements];
   float numbers[4][kTokens][kColumns];
-  float parts[2][2][kWarps][kElements];
+  static constexpr int kTurns = kRounds > kThreadRounds ? 1 : 2;  // of parts, for want of shared memory
+  float parts[kTurns][2][kWarps][kElements];
   float terms[kTokens][3 * kColumns + 1];  // of sums over a head's columns
   alignas(16) float4 held[held_tokens(kRounds)][kRounds][kThreads];
+
+  // The other place was read before this token's barrier; one alone is read before another.
+  static __device__ __forceinline__ int next_turn(int turn) {
+    if constexpr (kTurns == 2) return turn ^ 1;
+    __syncthreads();
+    return 0;
+  }
 };
 
 // Rounds whose sums over columns are made at a time.
@@ -321,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
-      turn ^= 1;  // the other place was read before this token's barrier
+      turn = Tile::next_turn(turn);
     };
     const auto take_tile = [&] {
       fetch(from), place();
@@ -491,7 +500,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       __syncthreads();
       write_parts(tile.parts[turn], p.workspace, token, group, block);
-      turn ^= 1;
+      turn = Tile::next_turn(turn);
     };
     const auto take_tile = [&] {
       fetch(from), place();
@@ -667,12 +676,12 @@ template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
   return with_rounds<1, kMostHeldStates>(states, f);
 }
 
-template <int kRounds>
-bool tiles_fit(const ScanWorkspace &workspace, int64_t heads, int64_t width, const Strided &first,
+template <class Tile>
+bool tiles_fit(const Device &device, const ScanWorkspace &workspace, int64_t heads, int64_t width, const Strided &first,
                const Strided &second) {
-  return workspace.states == kRounds * kScanRound && heads * width <= INT32_MAX &&
-         reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 && rows_in_pieces(first, workspace.states) &&
-         rows_in_pieces(second, workspace.states);
+  return int(sizeof(Tile)) <= gpu_shared_bytes(device.id) && workspace.states == Tile::kElements &&
+         heads * width <= INT32_MAX && reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 &&
+         rows_in_pieces(first, workspace.states) && rows_in_pieces(second, workspace.states);
 }
 
 pydet_status check_blocks(const char *name, int64_t blocks) {
@@ -698,7 +707,7 @@ pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, voi
   PYDET_TRY(check_blocks(name, tiles));
   PYDET_TRY(load(name, tile, sizeof(Tile)));
   PYDET_TRY(launch_back(name, p, walks, walk, walk_bytes, false, kWalkThreads));
-  return launch_back(name, p, tiles, tile, sizeof(Tile), true, kBackThreads);
+  return launch_back(name, p, tiles, tile, sizeof(Tile), true, Tile::kThreads);
 }
 
 template <class Problem>
@@ -723,13 +732,13 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
   PYDET_TRY(with_held_rounds(p.states, [&](auto rounds) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
+    using Wide = SelectiveTile<kRounds>;
     if constexpr (kRounds * kScanRound <= kMostOwnRates)
       if (p.each_state) return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, true>, sizeof(Tile));
-    if constexpr (kRounds <= kMostWideRounds)
-      if (p.heads / p.groups * p.width % kColumns == 0 && tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.b, p.c))
-        return launch_apart<SelectiveTile<kRounds>>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>, 0,
-                                                    blocks * tiles_of(p.sequences, Tile::kTokens),
-                                                    selective_tiles_kernel<kRounds>);
+    if (p.heads / p.groups * p.width % kColumns == 0 &&
+        tiles_fit<Wide>(p.device, p.workspace, p.heads, p.width, p.b, p.c))
+      return launch_apart<Wide>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>, 0,
+                                blocks * tiles_of(p.sequences, Wide::kTokens), selective_tiles_kernel<kRounds>);
     return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, false>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
@@ -746,11 +755,12 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
   PYDET_TRY(with_held_rounds(p.keys, [&](auto rounds) {
     constexpr int kRounds = rounds;
     using Tile = BackTile<kRounds>;
-    if constexpr (kRounds <= kMostWideRounds)
-      if (p.width % kColumns == 0 && tiles_fit<kRounds>(p.workspace, p.heads, p.width, p.q, p.k))
-        return launch_apart<DeltaTile<kRounds>>(name, p, blocks * count * 2, delta_walks_kernel<kRounds>,
-                                                kDeltaWalkBytes<kRounds>, blocks * tiles_of(p.sequences, Tile::kTokens),
-                                                delta_tiles_kernel<kRounds>);
+    if constexpr (kRounds <= kThreadRounds) {
+      using Wide = DeltaTile<kRounds>;
+      if (p.width % kColumns == 0 && tiles_fit<Wide>(p.device, p.workspace, p.heads, p.width, p.q, p.k))
+        return launch_apart<Wide>(name, p, blocks * count * 2, delta_walks_kernel<kRounds>, kDeltaWalkBytes<kRounds>,
+                                  blocks * tiles_of(p.sequences, Wide::kTokens), delta_tiles_kernel<kRounds>);
+    }
     return launch_back(name, p, blocks * count, delta_back_kernel<kRounds>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.dq, p.dk));

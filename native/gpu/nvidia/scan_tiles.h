@@ -2,17 +2,22 @@
 // blocks of 32 columns that are all there.
 //
 // A thread has four columns, eight apart, of a lane: the first two steps of a sum over the columns are within it, and what
-// is read of a row serves four. The two warps of a block have every other lane of all 32 columns, so that sums over columns
-// need no other warp; a sum over the states comes in halves, which are added at a tile's end.
+// is read of a row serves four. The two warps of a part have every other lane of all 32 columns, so that sums over columns
+// need no other warp; a sum over the states comes in halves, which are added at a piece's end. Rounds beyond the fourth are
+// of a second part, which goes on with the sums of the first one a token later.
+//
+// Two tokens are taken back at a time: the states between them are an element at a time. Four blocks are to fit a
+// multiprocessor, each with what a piece of 8 tokens wants in shared memory. So a tile is walked forwards once, to keep the
+// states before each of its pieces, and a piece once, to keep those before its second half.
 #pragma once
 
 #include "contract/elementary.h"
+#include "gpu/nvidia/mma.h"
 #include "gpu/nvidia/scan.h"
 
 namespace pydet {
 namespace {
 
-// The chain of a token's numbers from column `first` to before `end`.
 __device__ __forceinline__ float chain_of(const float *terms, int first, int end) {
   float sum = 0.0f;
 #pragma unroll 8
@@ -82,10 +87,8 @@ __device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float 
         if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
   }
 }
-
-constexpr int kMostWideRounds = 4;  // of 32 states, beyond which registers spill
-constexpr int kWalkThreads = 128, kBackThreads = 64, kBackOwn = 4,
-              kBackHeld = 3;  // held: states before tokens, besides the last one's
+constexpr int kThreadRounds = 4;  // of 32 states, beyond which registers spill
+constexpr int kWalkThreads = 128, kBackOwn = 4, kPiece = 8;
 
 // The workspace of so many states, which the compiler then knows.
 template <int kRounds> __device__ __forceinline__ ScanWorkspace of_rounds(ScanWorkspace workspace) {
@@ -93,32 +96,48 @@ template <int kRounds> __device__ __forceinline__ ScanWorkspace of_rounds(ScanWo
   return workspace;
 }
 
-// Calls f(first, how many) for batches of what is to be read. All of a batch sets out before any of it is a number: of two
-// types that are known at run time, one after the other would be waited for.
-template <int count, int most, class F> __device__ __forceinline__ void in_batches(const F &f) {
-  constexpr int kBatch = count < most ? count : most;
-  static_assert(count % kBatch == 0);
-#pragma unroll 1
-  for (int first = 0; first < count; first += kBatch) f(first, std::integral_constant<int, kBatch>());
-}
+// Where the number of column c lies: those 8 apart are neighbours.
+__device__ __forceinline__ int beside(int c) { return c % 8 * kBackOwn + c / 8; }
 
-// What a tile's block has in shared memory: `numbers` of each token and column, `sums` over the states of each.
-template <int kRounds, int numbers_of, int sums_of> struct WideTile {
-  static constexpr int kElements = kRounds * kScanRound, kTokens = checkpoint_tokens(kElements), kSums = sums_of;
-  // Vectors of what threads leave for a sum over columns: two of a round; four lanes, apart so that no two meet a bank.
-  static constexpr int kLane = 9, kVectors = 4 * kLane;
-  float4 held[kBackHeld][kBackOwn][kRounds][kBackThreads];
-  float rows[2][kTokens][kElements];
-  float numbers[numbers_of][kTokens][kColumns];  // the four columns of a thread are neighbours
-  float4 parts[2][2 * kRounds][kVectors];
-  float halves[2][kTokens][sums_of][kColumns];
-  float terms[kTokens][3 * kColumns + 1];
+// Sums over the states that the first part's threads hand to those of the second.
+template <int kParts, int sums_of> struct HandedSums {
+  float4 handed[2][2][sums_of][64];  // in turns, of a pair of tokens
+};
+template <int sums_of> struct HandedSums<1, sums_of> {};
 
-  // This thread's warp; its columns, 8 apart from the first one; its lane, the first of whose states of a round is this.
+// What a tile's block has in shared memory: `numbers_of` of each token and column, `sums_of` over the states of each.
+template <int rounds, int numbers_of, int sums_of>
+struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRounds, sums_of> {
+  static constexpr int kParts = rounds <= kThreadRounds ? 1 : rounds / kThreadRounds, kRounds = rounds / kParts;
+  static_assert(kParts <= 2 && kRounds * kParts == rounds);
+  static constexpr int kThreads = 64 * kParts, kBlocks = 4 / kParts, kAtOnce = kThreads / kColumns;
+  static constexpr int kElements = rounds * kScanRound, kTokens = checkpoint_tokens(kElements);
+  static constexpr int kPieces = kTokens / kPiece, kNumbers = kPiece / kAtOnce;  // of a thread: numbers that it brings
+  static_assert(kPieces > 1);
+  // Vectors of what threads leave for sums over columns: two of a round and token, for some rounds at a time; four lanes,
+  // apart so that no two meet a bank.
+  static constexpr int kJoined = kRounds < 2 ? kRounds : 2, kLeft = 2 * 2 * kJoined, kLane = 9, kVectors = 4 * kLane;
+  using Terms = float[3 * kColumns + 1];
+  // States before half of a piece; before pieces, the first's where the second's were.
+  float4 held[kPieces][kBackOwn][kRounds][kThreads];
+  float rows[2][kPiece][kElements];
+  float numbers[numbers_of][kPiece][kColumns];  // the four columns of a thread are neighbours
+  union {
+    float4 parts[2 * kParts][kLeft][kVectors];
+    Terms terms[kPiece];  // of sums over heads, at a piece's end
+  };
+  float halves[2][kPiece][sums_of][kColumns];
+
+  // This thread's warp, and of its part; its columns, 8 apart from the first one; its lane, the first of whose states of a
+  // round is this.
   static __device__ __forceinline__ int warp() { return int(threadIdx.x / 32); }
+  static __device__ __forceinline__ int half() { return kParts == 1 ? warp() : warp() % 2; }
+  static __device__ __forceinline__ int of_part() { return kParts == 1 ? 0 : int(threadIdx.x / 64); }
   static __device__ __forceinline__ int set() { return int(threadIdx.x % 8); }
   static __device__ __forceinline__ int quad() { return int(threadIdx.x % 32 / 8); }
-  static __device__ __forceinline__ int first_state() { return (2 * quad() + warp()) * kScanLaneElements; }
+  static __device__ __forceinline__ int first_state() {
+    return of_part() * kRounds * kScanRound + (2 * quad() + half()) * kScanLaneElements;
+  }
 
   __device__ __forceinline__ void four(int which, int t, float (&x)[kBackOwn]) const {
     const float4 got = *reinterpret_cast<const float4 *>(&numbers[which][t][set() * kBackOwn]);
@@ -128,16 +147,25 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
   __device__ __forceinline__ float4 vector(int which, int t, int r) const {
     return *reinterpret_cast<const float4 *>(&rows[which][t][r * kScanRound + first_state()]);
   }
-  // Sets out to bring this thread's states of four columns, as they are kept before the tile, to where the last of those
-  // held were; there they are waited for.
+  // Where the states before piece i are.
+  static __device__ __forceinline__ int before(int i) { return i > 1 ? i : 1; }
+  // Sets out to bring this thread's states of four columns, as they are kept before the tile, to where those before its first
+  // piece are to be; there they are waited for.
   __device__ __forceinline__ void bring_kept(const float *kept) {
     const float *const own = kept + set() * kElements + first_state();
 #pragma unroll
     for (int k = 0; k < kBackOwn; ++k)
 #pragma unroll
       for (int r = 0; r < kRounds; ++r)
-        copy_async_16(&held[kBackHeld - 1][k][r][threadIdx.x], own + 8 * k * kElements + r * kScanRound, 16);
+        copy_async_16(&held[before(0)][k][r][threadIdx.x], own + 8 * k * kElements + r * kScanRound, 16);
     commit_copies();
+  }
+  __device__ __forceinline__ void hold(int i, const float (&state)[kBackOwn][kRounds][4]) {
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+        held[i][k][r][threadIdx.x] = make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
   }
   __device__ __forceinline__ void take_held(int i, float (&state)[kBackOwn][kRounds][4]) const {
 #pragma unroll
@@ -149,22 +177,45 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
         for (int j = 0; j < 4; ++j) state[k][r][j] = part(got, j);
       }
   }
-  __device__ __forceinline__ void take_kept(float (&state)[kBackOwn][kRounds][4]) const {
-    wait_copies<0>();
-    take_held(kBackHeld - 1, state);
+  // Gradients of the states behind the tile, as the walk kept them; and those that given(column, state) has, behind a
+  // sequence's last token.
+  static __device__ __forceinline__ void take_gradients(const ScanWorkspace &workspace, int64_t token, int64_t group,
+                                                        int64_t block, float (&gradient)[kBackOwn][kRounds][4]) {
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k) {
+      const float *const from = gradient_at(workspace, token, group, block, set() + 8 * k) + first_state();
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
+      }
+    }
   }
-  // Leaves this thread's sums over its columns of four states of round r.
-  __device__ __forceinline__ void leave(int which, int r, const float (&sum)[4]) {
-    parts[warp()][which * kRounds + r][quad() * kLane + set()] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  template <class Given>
+  static __device__ __forceinline__ void take_given(const Given &given, float (&gradient)[kBackOwn][kRounds][4]) {
+#pragma unroll
+    for (int k = 0; k < kBackOwn; ++k)
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) gradient[k][r][i] = given(set() + 8 * k, r * kScanRound + first_state() + i);
   }
-  // Adds up what the warp's threads left of a token's two sums, in two steps; where the workspace wants this thread's four
-  // states of the tile's first token, and how far from there those of the next lie.
+  // Leaves this thread's sums over its columns of four states of round r, of the pair's token j.
+  __device__ __forceinline__ void leave(int j, int which, int r, const float (&sum)[4]) {
+    parts[warp()][(2 * j + which) * kJoined + r % kJoined][quad() * kLane + set()] =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
+  }
+  // Adds up what the warp's threads left, in two steps: a thread has four states of a sum and a token of the pair, own_token().
+  // Where the workspace wants them of the tile's first pair and first rounds.
+  static __device__ __forceinline__ int own_token() { return threadIdx.x % 32 / (8 * kJoined) % 2; }
   static __device__ __forceinline__ float *sums_to(const ScanWorkspace &workspace, int64_t token, int64_t group,
                                                    int64_t block) {
-    return workspace.row(threadIdx.x % 32 / (4 * kRounds) % 2, token, group, block) +
-           threadIdx.x / 4 % kRounds * kScanRound + (2 * (threadIdx.x % 4) + warp()) * kScanLaneElements;
+    return workspace.row(threadIdx.x % 32 / (4 * kJoined) % 2, token + own_token(), group, block) +
+           (of_part() * kRounds + threadIdx.x / 4 % kJoined) * kScanRound +
+           (2 * (threadIdx.x % 4) + half()) * kScanLaneElements;
   }
-  static __device__ __forceinline__ bool adds() { return kRounds == 4 || threadIdx.x % 32 < 8 * kRounds; }
+  static __device__ __forceinline__ bool adds() { return kJoined == 2 || threadIdx.x % 32 < 16; }
   __device__ __forceinline__ void read_parts(float4 (&s)[8]) const {
     __syncwarp();
     if (adds()) {
@@ -173,8 +224,9 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
       for (int c = 0; c < 8; ++c) s[c] = from[c];
     }
   }
-  __device__ __forceinline__ void add_parts(const float4 (&s)[8], float *to) const {
-    if (adds()) {
+  // count: of the pair's tokens.
+  __device__ __forceinline__ void add_parts(const float4 (&s)[8], int count, float *to) const {
+    if (adds() && own_token() < count) {
       const auto sum = [&](int i) {
         const auto at = [&](int c) { return part(s[c], i); };
         return ((at(0) + at(4)) + (at(2) + at(6))) + ((at(1) + at(5)) + (at(3) + at(7)));
@@ -183,740 +235,94 @@ template <int kRounds, int numbers_of, int sums_of> struct WideTile {
     }
     __syncwarp();
   }
+  // The sums over the states of a pair's tokens so far: those of the first part, if this is the second.
+  __device__ __forceinline__ void begin_sums(int pair, float (&sums)[2][sums_of][kBackOwn]) const {
+    if constexpr (kParts > 1)
+      if (of_part() > 0) {
+        named_sync(1 + half(), 64);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int s = 0; s < sums_of; ++s) {
+            const float4 got = this->handed[pair % 2][j][s][threadIdx.x % 64];
+#pragma unroll
+            for (int k = 0; k < kBackOwn; ++k) sums[j][s][k] = part(got, k);
+          }
+        return;
+      }
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int s = 0; s < sums_of; ++s)
+#pragma unroll
+        for (int k = 0; k < kBackOwn; ++k) sums[j][s][k] = 0.0f;
+  }
+  // Whether these are all; else they are handed on. Which of two places has them the barrier of the next pair frees.
+  __device__ __forceinline__ bool whole_sums(int pair, const float (&sums)[2][sums_of][kBackOwn]) {
+    if constexpr (kParts > 1)
+      if (of_part() == 0) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int s = 0; s < sums_of; ++s)
+            this->handed[pair % 2][j][s][threadIdx.x] =
+                make_float4(sums[j][s][0], sums[j][s][1], sums[j][s][2], sums[j][s][3]);
+        named_sync(1 + half(), 64);
+        return false;
+      }
+    return true;
+  }
 };
-template <int kRounds> using SelectiveTile = WideTile<kRounds, 5, 2>;
-template <int kRounds> using DeltaTile = WideTile<kRounds, 5, 1>;
-static_assert(sizeof(SelectiveTile<4>) <= kBlockSharedBytes && sizeof(SelectiveTile<2>) <= kBlockSharedBytes);
+template <int rounds> using SelectiveTile = WideTile<rounds, 3, 2>;
+template <int rounds> using DeltaTile = WideTile<rounds, 3, 1>;
 
-// Takes the `count` tokens of a tile back, before the first of which `state` is kept: back(t, ahead) with `state` as it was
-// before token t, of which it has no need when it calls ahead(); read(t) is what take() wants that takes it over a token.
-template <class Tile, int kRounds, class Read, class Take, class Back>
+// Takes the `count` tokens of a tile back, before the first of which the states `kept` are, on their way since bring_kept.
+// load(i, back) brings what piece i wants: to be walked forwards, or back, when a token that is not there leaves gradients
+// as they are; read(t) is what take() wants that takes `state` over the piece's token t; back(i, pair, ahead) has `state` as
+// it was before a pair of tokens, of which it has no need when it calls ahead(); finish(i) follows a piece's last pair.
+template <class Tile, int kRounds, class Load, class Read, class Take, class Back, class Finish>
 __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept,
-                                          float (&state)[kBackOwn][kRounds][4], const Read &read, const Take &take,
-                                          const Back &back) {
-  constexpr int kSome = kBackHeld + 1;
-  const auto held = [&](int i, int k, int r) -> float4 & { return tile.held[i][k][r][threadIdx.x]; };
+                                          float (&state)[kBackOwn][kRounds][4], const Load &load, const Read &read,
+                                          const Take &take, const Back &back, const Finish &finish) {
+  const int last = (count - 1) / kPiece;
+  const auto walk = [&](int from, int to) {
 #pragma unroll 1
-  for (int low = (count - 1) / kSome * kSome; low >= 0; low -= kSome) {
-    const int end = low + kSome < count ? low + kSome : count;
-#pragma unroll 1
-    for (int t = 0; t < low; t += kSome)  // side by side: a token's operands are read while the one before is taken
-#pragma unroll
-      for (int i = 0; i < kSome; ++i) take(read(t + i));
-#pragma unroll 1
-    for (int t = low; t < end - 1; ++t) {
-      const auto operands = read(t);  // no read passes what is stored next
-#pragma unroll
-      for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r)
-          held(t - low, k, r) = make_float4(state[k][r][0], state[k][r][1], state[k][r][2], state[k][r][3]);
-      take(operands);
+    for (int t = from; t < to; t += 2) {
+      const auto first = read(t), second = read(t + 1);
+      take(first), take(second);
     }
-    // Kept states set out as soon as their place is free.
-    if (low > 0 && end - low < kSome) tile.bring_kept(kept);
-#pragma unroll 1
-    for (int t = end - 1; t >= low; --t)
-      back(t, [&] {
-        if (t == low) {
-          if (low > 0) tile.take_kept(state);
-          return;
-        }
-        tile.take_held(t - 1 - low, state);
-        if (low > 0 && t == low + kBackHeld) tile.bring_kept(kept);
-      });
-  }
-}
-
-// Where the number of column c lies: those 8 apart are neighbours.
-__device__ __forceinline__ int beside(int c) { return c % 8 * kBackOwn + c / 8; }
-
-template <int kRounds>
-__global__ void __launch_bounds__(kBackThreads, 2)
-    selective_tiles_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
-  using Tile = SelectiveTile<kRounds>;
-  constexpr int kTokens = Tile::kTokens, kElements = Tile::kElements, kAtOnce = kBackThreads / kColumns;
-  enum { kX, kDt, kU, kDecay, kDy };
-  extern __shared__ __align__(16) char shared[];
-  Tile &tile = *reinterpret_cast<Tile *>(shared);
-  const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
-  // Of 32 bits, which tiles_fit and check_blocks have seen to suffice: numbers of 64 divide by calls.
-  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups), width = uint32_t(p.width);
-  const uint32_t of_group = uint32_t(p.heads) / groups * width;
-  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
-  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
-    const float *kept;
-    float *sums_to;
-    int count;
-    {
-      const uint32_t block = job % in_group, group = job / in_group % groups;
-      const TileOf of = tile_of(p.sequences, job / in_group / groups, kTokens);
-      const int64_t tokens = of.range.end - of.range.begin, token = of.range.begin + of.from;  // the tile's first
-      if (of.from >= tokens) continue;
-      count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
-      tile.bring_kept(workspace.states_at(of.sequence, of.range.batch * p.sequences.tokens + of.range.begin, of.from,
-                                          group, block));
-      const uint32_t at_group = group * of_group + block * kColumns;
-      using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
-      RowsHere b_rows(p.b, of.range.batch * p.b.stride[0] + group * p.b.stride[2], token),
-          c_rows(p.c, of.range.batch * p.c.stride[0] + group * p.c.stride[2], token);
-      b_rows.load(count);
-      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width),
-                column = int((at_group + c) % width);
-      const float a = element(p.a, head * p.a.stride[0]);
-      const auto at = [&](const Strided &x) {
-        return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2];
-      };
-      const int64_t of_x = at(p.x) + column * p.x.stride[3], of_dy = at(p.dy) + column * p.dy.stride[3],
-                    of_dt = at(p.dt);
-      in_batches<kTokens / kAtOnce, 8>([&](int from, auto batch) {
-        constexpr int kBatch = decltype(batch)::value;
-        LoadedBits x_bits[kBatch], dt_bits[kBatch], dy_bits[kBatch];
-        const int first = int(threadIdx.x) / kColumns + from * kAtOnce;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int t = first + i * kAtOnce;
-          x_bits[i] = bits_at(p.x, of_x + t * p.x.stride[1], t < count);
-          dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], t < count);
-          dy_bits[i] = bits_at(p.dy, of_dy + t * p.dy.stride[1], t < count);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const auto put_number = [&](int which, float number) {
-            tile.numbers[which][first + i * kAtOnce][beside(c)] = number;
-          };
-          const float x = number_of(p.x.type, x_bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
-          put_number(kX, x), put_number(kDt, dt), put_number(kU, dt * x), put_number(kDecay, exp_f32(dt * a));
-          put_number(kDy, number_of(p.dy.type, dy_bits[i]));
-        }
-      });
-      b_rows.store(&tile.rows[0][0][0]);
-      c_rows.load(count);
-      c_rows.store(&tile.rows[1][0][0]);
-    }
-    {
-      uint32_t same = job;  // found again, here and behind, for want of registers
-      make_opaque(same);
-      const uint32_t block = same % in_group, group = same / in_group % groups,
-                     at_group = group * of_group + block * kColumns;
-      const TileOf of = tile_of(p.sequences, same / in_group / groups, kTokens);
-      const int64_t tokens = of.range.end - of.range.begin,
-                    begin = of.range.batch * p.sequences.tokens + of.range.begin;
-      kept = workspace.states_at(of.sequence, begin, of.from, group, block);
-      sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
-#pragma unroll
-      for (int k = 0; k < kBackOwn; ++k) {
-        const int c = set + 8 * k;
-        if (of.from + kTokens < tokens) {
-          const float *const from = gradient_at(workspace, begin + of.from, group, block, c) + first_state;
-#pragma unroll
-          for (int r = 0; r < kRounds; ++r) {
-            const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
-          }
-        } else {
-          const int head = int((at_group + c) / width), column = int((at_group + c) % width);
-          const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] + column * p.dfinal.stride[2];
-#pragma unroll
-          for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              gradient[k][r][i] = p.dfinal.data ? *reinterpret_cast<const float *>(p.dfinal.at(
-                                                      at + (r * kScanRound + first_state + i) * p.dfinal.stride[3]))
-                                                : 0.0f;
-        }
-      }
-    }
-    tile.take_kept(state);
-    __syncthreads();  // gradients lie where sums will
-
-    struct Operands {
-      float u[kBackOwn], decay[kBackOwn];
-      float4 b[kRounds];
-    };
-    const auto read = [&](int t) {
-      Operands of;
-      tile.four(kU, t, of.u), tile.four(kDecay, t, of.decay);
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) of.b[r] = tile.vector(0, t, r);
-      return of;
-    };
-    const auto take = [&](const Operands &of) {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(of.u[k], part(of.b[r], i), of.decay[k] * state[k][r][i]);
-    };
-    const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    const auto back = [&](int t, const auto &ahead) {
-      float u[kBackOwn], decay[kBackOwn], dy[kBackOwn], sums[2][kBackOwn] = {};
-      tile.four(kU, t, u), tile.four(kDecay, t, decay), tile.four(kDy, t, dy);
-      float4 next_b = tile.vector(0, t, 0),
-             next_c = tile.vector(1, t, 0);  // read before sums are stored, which they could not pass
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 b = next_b, c = next_c;
-        if (r + 1 < kRounds) next_b = tile.vector(0, t, r + 1), next_c = tile.vector(1, t, r + 1);
-        float of_b[4], of_c[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float terms[2][kBackOwn];
-#pragma unroll
-          for (int k = 0; k < kBackOwn; ++k) {
-            const float g = fmaf(part(c, i), dy[k], gradient[k][r][i]), old = decay[k] * state[k][r][i];
-            sums[0][k] = fmaf(part(b, i), g, sums[0][k]), sums[1][k] = fmaf(g, old, sums[1][k]);
-            terms[0][k] = u[k] * g, terms[1][k] = dy[k] * fmaf(u[k], part(b, i), old);
-            gradient[k][r][i] = decay[k] * g;
-          }
-          of_b[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
-          of_c[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
-        }
-        tile.leave(0, r, of_b), tile.leave(1, r, of_c);
-      }
-      float4 s[8];  // added up when other reads have been waited for as well
-      tile.read_parts(s);
-      // This warp's lanes of the sums over the states: a thread comes to have two columns of one.
-      const bool second = quad & 2, odd = quad & 1;
-      float half[kBackOwn], quarter[2];
-#pragma unroll
-      for (int k = 0; k < kBackOwn; ++k)
-        half[k] = (second ? sums[1][k] : sums[0][k]) + gpu_shfl_xor(second ? sums[0][k] : sums[1][k], 16, 32);
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        quarter[k] = (odd ? half[k + 2] : half[k]) + gpu_shfl_xor(odd ? half[k] : half[k + 2], 8, 32);
-      *reinterpret_cast<float2 *>(&tile.halves[warp][t][second][set * kBackOwn + (odd ? 2 : 0)]) =
-          make_float2(quarter[0], quarter[1]);
-      ahead();
-      tile.add_parts(s, sums_to + t * of_token);
-    };
-    take_wide(tile, count, kept, state, read, take, back);
-    __syncthreads();
-
-    // The sums over the states, whole, and those of heads.
-    uint32_t same = job;
-    make_opaque(same);
-    const uint32_t block = same % in_group, group = same / in_group % groups;
-    const TileOf of = tile_of(p.sequences, same / in_group / groups, kTokens);
-    const int64_t token = of.range.begin + of.from;
-    const uint32_t at_group = group * of_group + block * kColumns;
-    {
-      const int c = int(threadIdx.x) % kColumns, head = int((at_group + c) / width),
-                column = int((at_group + c) % width);
-      const float d = p.d.data ? element(p.d, head * p.d.stride[0]) : 0.0f;
-      const int64_t of_dx =
-          of.range.batch * p.dx.stride[0] + token * p.dx.stride[1] + head * p.dx.stride[2] + column * p.dx.stride[3];
-      for (int t = int(threadIdx.x) / kColumns; t < count; t += kAtOnce) {
-        const int at = beside(c);
-        const float v = tile.halves[0][t][0][at] + tile.halves[1][t][0][at];
-        const float l = tile.halves[0][t][1][at] + tile.halves[1][t][1][at];
-        const float x = tile.numbers[kX][t][at], dt = tile.numbers[kDt][t][at], dy = tile.numbers[kDy][t][at];
-        put(p.dx, of_dx + t * p.dx.stride[1], p.d.data ? fmaf(dt, v, d * dy) : dt * v);
-        float *const terms = tile.terms[t] + c;
-        terms[0] = x * v, terms[kColumns] = l, terms[2 * kColumns] = dy * x;
-      }
-    }
-    __syncthreads();
-    add_heads<int, kTokens, kBackThreads>(p, tile.terms, of.range.batch * p.sequences.tokens + token, count,
-                                          int(at_group), kColumns, int(block));
-    __syncthreads();
-  }
-}
-
-// The two walks: of the states forwards, which are kept before each tile, and of their gradients backwards, kept behind each
-// but the last. A thread has two columns of a lane.
-template <int kRounds>
-__global__ void __launch_bounds__(kWalkThreads, 3)
-    selective_walks_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
-  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
-                kTokens = checkpoint_tokens(kElements);
-  constexpr int kTurn = 8, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
-  struct Shared {
-    float rows[2][kTokens][kElements];
-    float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
   };
-  __shared__ __align__(16) Shared shared;
-  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups),
-                 of_group = uint32_t(p.heads) / groups * uint32_t(p.width);
-  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, width = int(p.width);
-  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
-  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const uint32_t block = job % in_group, group = job / in_group % groups, outer = job / in_group / groups;
-    const bool backwards = outer % 2;
-    const int64_t sequence = outer / 2;
-    const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t tokens = range.end - range.begin, begin = range.batch * p.sequences.tokens + range.begin;
-    const int at_group = int(group * of_group + block * kColumns);
-    const Strided &rows_of = backwards ? p.c : p.b, &numbers_of = backwards ? p.dy : p.x;
-    const Strided &given = backwards ? p.dfinal : p.initial;
-    float state[kOwn][kRounds][kScanLaneElements];
-#pragma unroll
-    for (int k = 0; k < kOwn; ++k) {
-      const int head = (at_group + own + k) / width, column = (at_group + own + k) % width;
-      load_states(given, sequence * given.stride[0] + head * given.stride[1] + column * given.stride[2],
-                  given.stride[3], left_of(kElements), given.data != nullptr, whole_vectors(given, kElements, true),
-                  state[k]);
-    }
-    const auto keep_own = [&](float *to) {  // the first of a block's columns
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) keep_at<true>(state[k], to + (own + k) * kElements, kElements);
-    };
-    float *const first_kept = workspace.states_at(sequence, begin, 0, group, block);
-    const int64_t kept_apart = workspace.groups * workspace.blocks * workspace.block_floats();
-
-    // What a thread brings: rows, and numbers of a column.
-    const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
-    const int first_token = int(threadIdx.x) / kColumns;
-    const float a = element(p.a, head * p.a.stride[0]);
-    const int64_t of_number =
-                      range.batch * numbers_of.stride[0] + head * numbers_of.stride[2] + column * numbers_of.stride[3],
-                  of_dt = range.batch * p.dt.stride[0] + head * p.dt.stride[2],
-                  of_rows = range.batch * rows_of.stride[0] + group * rows_of.stride[2];
-    LoadedBits bits[kNumbers], dt_bits[kNumbers];
-    Pieces<kTokens, kElements, kWalkers> rows(rows_of, of_rows, range.begin);
-    int left = 0;
-    const auto load = [&](int64_t from) {
-      left = tokens - from < kTokens ? int(tokens - from) : kTokens;
-      rows.go_to(rows_of, of_rows, range.begin + from);
-      rows.load(left);
-#pragma unroll
-      for (int i = 0; i < kNumbers; ++i) {
-        const int64_t t = range.begin + from + first_token + i * kAtOnce;
-        const bool there = first_token + i * kAtOnce < left;
-        bits[i] = bits_at(numbers_of, of_number + t * numbers_of.stride[1], there);
-        dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], there);
-      }
-    };
-    const auto store = [&](int turn) {
-      rows.store(&shared.rows[turn][0][0]);
-#pragma unroll
-      for (int i = 0; i < kNumbers; ++i) {
-        const int t = first_token + i * kAtOnce;
-        const float number = number_of(numbers_of.type, bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
-        // An absent token leaves the states as they are.
-        shared.numbers[turn][t][c] =
-            t < left ? make_float2(backwards ? number : dt * number, exp_f32(dt * a)) : make_float2(-0.0f, 1.0f);
-      }
-    };
-    const auto take = [&](int turn, int t, bool back) {
-      const float4 numbers = *reinterpret_cast<const float4 *>(&shared.numbers[turn][t][own]);
-      const float x[kOwn] = {numbers.x, numbers.z}, decay[kOwn] = {numbers.y, numbers.w};
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 row = vector_of(shared.rows[turn][t], r);
-#pragma unroll
-        for (int k = 0; k < kOwn; ++k)
-#pragma unroll
-          for (int i = 0; i < kScanLaneElements; ++i) {
-            float &s = state[k][r][i];
-            s = back ? decay[k] * fmaf(part(row, i), x[k], s) : fmaf(x[k], part(row, i), decay[k] * s);
-          }
-      }
-    };
-    const int64_t last = (tokens - 1) / kTokens * kTokens;  // the last tile
-    if (tokens > 0 && (backwards || last > 0)) load(backwards ? last : 0), store(0);
-    int turn = 0;
-    for (int64_t i = 0; tokens > 0 && i <= last; i += kTokens, turn ^= 1) {
-      const int64_t from = backwards ? last - i : i;
-      if (!backwards) {
-        keep_own(first_kept + from / kTokens * kept_apart);
-        if (from == last) break;  // nothing needs what follows
-      }
-      const bool more = backwards ? from > 0 : from + kTokens < last;
-      __syncthreads();
-      if (more) load(backwards ? from - kTokens : from + kTokens);
 #pragma unroll 1
-      for (int t = 0; t < kTokens; t += kTurn) {
-        if (t + kTurn == kTokens && more) store(turn ^ 1);
-        if (backwards) {
-#pragma unroll
-          for (int of = 0; of < kTurn; ++of) take(turn, kTokens - 1 - t - of, true);
-        } else {
-#pragma unroll
-          for (int of = 0; of < kTurn; ++of) take(turn, t + of, false);
-        }
-      }
-      if (backwards && from > 0)
-#pragma unroll
-        for (int k = 0; k < kOwn; ++k)
-          keep_at<true>(state[k], gradient_at(workspace, begin + from - kTokens, group, block, own + k), kElements);
-    }
-    if (p.dinitial.data && backwards)
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        const int of_head = (at_group + own + k) / width, of_column = (at_group + own + k) % width;
-        store_states(
-            p.dinitial,
-            sequence * p.dinitial.stride[0] + of_head * p.dinitial.stride[1] + of_column * p.dinitial.stride[2],
-            p.dinitial.stride[3], left_of(kElements), whole_vectors(p.dinitial, kElements, true), state[k]);
-      }
+  for (int step = 0; step <= 2 * last; ++step) {
+    const bool forwards = step < last;
+    const int i = forwards ? step : 2 * last - step;
+    load(i, !forwards);
+    if (step == 0 || i == 0) wait_copies<0>();
     __syncthreads();
-  }
-}
-
-// ---- The gated delta rule ----------------------------------------------------------------------------------------------
-//
-// What a token's column has beyond the state's answer to k, and the gradient's answer to it, are kept by the walks: so tiles
-// wait for no sum over the keys.
-
-template <int kRounds>
-__global__ void __launch_bounds__(kBackThreads, 2)
-    delta_tiles_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
-  using Tile = DeltaTile<kRounds>;
-  constexpr int kTokens = Tile::kTokens, kElements = Tile::kElements, kAtOnce = kBackThreads / kColumns;
-  enum { kM, kZ, kW, kOfM, kOut };
-  extern __shared__ __align__(16) char shared[];
-  Tile &tile = *reinterpret_cast<Tile *>(shared);
-  __shared__ float decays[kTokens];
-  const int warp = Tile::warp(), set = Tile::set(), quad = Tile::quad(), first_state = Tile::first_state();
-  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads),
-                 in_group = heads / uint32_t(p.groups);
-  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
-  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {  // of 32 bits, as above
-    float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
-    const float *kept;
-    float *sums_to;
-    int count;
-    const int c = int(threadIdx.x) % kColumns;
-    {
-      const uint32_t first = job % of_head * kColumns, head = job / of_head % heads, group = head / in_group;
-      const TileOf of = tile_of(p.sequences, job / of_head / heads, kTokens);
-      const int64_t tokens = of.range.end - of.range.begin, token = of.range.begin + of.from;  // the tile's first
-      if (of.from >= tokens) continue;
-      count = tokens - of.from < kTokens ? int(tokens - of.from) : kTokens;
-      tile.bring_kept(workspace.states_at(of.sequence, of.range.batch * p.sequences.tokens + of.range.begin, of.from,
-                                          group, head % in_group * of_head + first / kColumns));
-      using RowsHere = Pieces<kTokens, kElements, kBackThreads>;
-      RowsHere q_rows(p.q, of.range.batch * p.q.stride[0] + group * p.q.stride[2], token),
-          k_rows(p.k, of.range.batch * p.k.stride[0] + group * p.k.stride[2], token);
-      q_rows.load(count);
-      const auto at = [&](const Strided &x) {
-        return of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2];
-      };
-      const int64_t of_out = at(p.dout) + (first + c) * p.dout.stride[3], of_beta = at(p.beta), of_g = at(p.g);
-      const int64_t of_all = of.range.batch * p.sequences.tokens + token;
-      const float *const kept_m = workspace.of_column(0, of_all) + head * p.width + first + c, *const kept_z =
-                                                                                                   workspace.of_column(
-                                                                                                       1, of_all) +
-                                                                                                   head * p.width +
-                                                                                                   first + c;
-      in_batches<kTokens / kAtOnce, 4>([&](int from, auto batch) {
-        constexpr int kBatch = decltype(batch)::value;
-        LoadedBits out_bits[kBatch], beta_bits[kBatch];
-        float m[kBatch], z[kBatch];
-        const int first = int(threadIdx.x) / kColumns + from * kAtOnce;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int t = first + i * kAtOnce;
-          out_bits[i] = bits_at(p.dout, of_out + t * p.dout.stride[1], t < count);
-          beta_bits[i] = bits_at(p.beta, of_beta + t * p.beta.stride[1], t < count);
-          m[i] = t < count ? kept_m[t * workspace.columns] : 0.0f;
-          z[i] = t < count ? kept_z[t * workspace.columns] : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const auto put_number = [&](int which, float number) {
-            tile.numbers[which][first + i * kAtOnce][beside(c)] = number;
-          };
-          const float beta = number_of(p.beta.type, beta_bits[i]);
-          put_number(kM, m[i]), put_number(kZ, z[i]), put_number(kW, beta * m[i]), put_number(kOfM, beta * z[i]);
-          put_number(kOut, number_of(p.dout.type, out_bits[i]));
-        }
-      });
-      if (int(threadIdx.x) < count)
-        decays[threadIdx.x] = exp_f32(element(p.g, of_g + int64_t(threadIdx.x) * p.g.stride[1]));
-      q_rows.store(&tile.rows[0][0][0]);
-      k_rows.load(count);
-      k_rows.store(&tile.rows[1][0][0]);
+    if (step == 0 || step > last) tile.take_held(Tile::before(i), state);
+    const int pairs = count - i * kPiece < kPiece ? (count - i * kPiece + 1) / 2 : kPiece / 2;
+    if (pairs > 2) {
+      walk(0, forwards ? kPiece : kPiece / 2);
+      tile.hold(forwards ? i + 1 : 0, state);
     }
-    {
-      uint32_t same = job;
-      make_opaque(same);
-      const uint32_t first = same % of_head * kColumns, head = same / of_head % heads, group = head / in_group;
-      const uint32_t block = head % in_group * of_head + first / kColumns;
-      const TileOf of = tile_of(p.sequences, same / of_head / heads, kTokens);
-      const int64_t tokens = of.range.end - of.range.begin,
-                    begin = of.range.batch * p.sequences.tokens + of.range.begin;
-      kept = workspace.states_at(of.sequence, begin, of.from, group, block);
-      sums_to = Tile::sums_to(workspace, begin + of.from, group, block);
-      if (of.from + kTokens < tokens) {
-#pragma unroll
-        for (int k = 0; k < kBackOwn; ++k) {
-          const float *const from = gradient_at(workspace, begin + of.from, group, block, set + 8 * k) + first_state;
-#pragma unroll
-          for (int r = 0; r < kRounds; ++r) {
-            const float4 got = *reinterpret_cast<const float4 *>(from + r * kScanRound);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) gradient[k][r][i] = part(got, i);
-          }
-        }
-      } else {
-        const int64_t at = of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1];
-#pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-          for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              gradient[k][r][i] = p.dfinal.data ? *reinterpret_cast<const float *>(p.dfinal.at(
-                                                      at + (r * kScanRound + first_state + i) * p.dfinal.stride[2] +
-                                                      (first + set + 8 * k) * p.dfinal.stride[3]))
-                                                : 0.0f;
-      }
-    }
-    tile.take_kept(state);
-    __syncthreads();  // gradients lie where sums will
-
-    struct Operands {
-      float w[kBackOwn], decay;
-      float4 key[kRounds];
-    };
-    const auto read = [&](int t) {
-      Operands of;
-      tile.four(kW, t, of.w), of.decay = decays[t];
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) of.key[r] = tile.vector(1, t, r);
-      return of;
-    };
-    const auto take = [&](const Operands &of) {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-        for (int k = 0; k < kBackOwn; ++k)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) state[k][r][i] = fmaf(part(of.key[r], i), of.w[k], of.decay * state[k][r][i]);
-    };
-    const int of_token = int(workspace.groups * workspace.blocks) * kElements;
-    const auto back = [&](int t, const auto &ahead) {
-      float w[kBackOwn], of_m[kBackOwn], out[kBackOwn], sums[kBackOwn] = {};
-      tile.four(kW, t, w), tile.four(kOfM, t, of_m), tile.four(kOut, t, out);
-      const float decay = decays[t];
-      float4 next_q = tile.vector(0, t, 0), next_key = tile.vector(1, t, 0);  // as above
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        const float4 q = next_q, key = next_key;
-        if (r + 1 < kRounds) next_q = tile.vector(0, t, r + 1), next_key = tile.vector(1, t, r + 1);
-        float of_q[4], of_key[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float terms[2][kBackOwn];
-#pragma unroll
-          for (int k = 0; k < kBackOwn; ++k) {
-            const float g = fmaf(part(q, i), out[k], gradient[k][r][i]), old = decay * state[k][r][i];
-            terms[0][k] = out[k] * fmaf(part(key, i), w[k], old);
-            terms[1][k] = fmaf(w[k], g, -(of_m[k] * old));
-            const float through = fmaf(-part(key, i), of_m[k], g);
-            sums[k] = fmaf(through, old, sums[k]);
-            gradient[k][r][i] = decay * through;
-          }
-          of_q[i] = (terms[0][0] + terms[0][2]) + (terms[0][1] + terms[0][3]);
-          of_key[i] = (terms[1][0] + terms[1][2]) + (terms[1][1] + terms[1][3]);
-        }
-        tile.leave(0, r, of_q), tile.leave(1, r, of_key);
-      }
-      float4 s[8];  // as above
-      tile.read_parts(s);
-      // This warp's lanes of the sum over the states: a thread comes to have a column's.
-      const bool second = quad & 2, odd = quad & 1;
-      float half[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        half[k] = (second ? sums[k + 2] : sums[k]) + gpu_shfl_xor(second ? sums[k] : sums[k + 2], 16, 32);
-      tile.halves[warp][t][0][set * kBackOwn + quad] =
-          (odd ? half[1] : half[0]) + gpu_shfl_xor(odd ? half[0] : half[1], 8, 32);
-      ahead();
-      tile.add_parts(s, sums_to + t * of_token);
-    };
-    take_wide(tile, count, kept, state, read, take, back);
-    __syncthreads();
-
-    // The sums over the states, whole, and those of the head.
-    uint32_t same = job;
-    make_opaque(same);
-    const uint32_t first = same % of_head * kColumns, head = same / of_head % heads;
-    const TileOf of = tile_of(p.sequences, same / of_head / heads, kTokens);
-    const int64_t token = of.range.begin + of.from;
-    {
-      const int64_t of_dv = of.range.batch * p.dv.stride[0] + token * p.dv.stride[1] + head * p.dv.stride[2] +
-                            (first + c) * p.dv.stride[3];
-      for (int t = int(threadIdx.x) / kColumns; t < count; t += kAtOnce) {
-        const int at = beside(c);
-        put(p.dv, of_dv + t * p.dv.stride[1], tile.numbers[kOfM][t][at]);
-        tile.terms[t][c] = tile.halves[0][t][0][at] + tile.halves[1][t][0][at];
-        tile.terms[t][kColumns + c] = tile.numbers[kZ][t][at] * tile.numbers[kM][t][at];
-      }
-    }
-    __syncthreads();
-    for (int i = int(threadIdx.x); i < 2 * kTokens; i += kBackThreads) {
-      const int t = i % kTokens, which = i / kTokens;
-      if (t < count)
-        workspace.of_head(which, of.range.batch * p.sequences.tokens + token + t, head)[first / kColumns] =
-            chain_of(tile.terms[t] + which * kColumns, 0, kColumns);
-    }
-    __syncthreads();
-  }
-}
-
-template <int kRounds>
-__global__ void __launch_bounds__(kWalkThreads, 2)
-    delta_walks_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
-  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
-                kTokens = checkpoint_tokens(kElements);
-  constexpr int kTurn = 4, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
-  struct Shared {
-    float rows[2][2][kTokens][kElements];  // q, of the walk backwards alone, and k
-    float numbers[2][kTokens][kColumns];   // v or do
-    float2 gates[2][kTokens];              // a decay and beta
-  };
-  extern __shared__ __align__(16) char shared[];
-  Shared &walk = *reinterpret_cast<Shared *>(shared);
-  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads),
-                 in_group = heads / uint32_t(p.groups);
-  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, lane = scan_lane();
-  const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
-  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const uint32_t first = job % of_head * kColumns, head = job / of_head % heads, group = head / in_group;
-    const uint32_t block = head % in_group * of_head + first / kColumns;
-    const bool backwards = job / of_head / heads % 2;
-    const int64_t sequence = job / of_head / heads / 2;
-    const Sequences::Range range = p.sequences.range(sequence);
-    const int64_t tokens = range.end - range.begin, begin = range.batch * p.sequences.tokens + range.begin;
-    const Strided &numbers_of = backwards ? p.dout : p.v, &given = backwards ? p.dfinal : p.initial;
-    float state[kOwn][kRounds][kScanLaneElements];
-    const auto of_states = [&](const Strided &x, int k) {
-      return sequence * x.stride[0] + head * x.stride[1] + (first + own + k) * x.stride[3];
-    };
-#pragma unroll
-    for (int k = 0; k < kOwn; ++k)
-      load_states(given, of_states(given, k), given.stride[2], left_of(kElements), given.data != nullptr, false,
-                  state[k]);
-    float *const first_kept = workspace.states_at(sequence, begin, 0, group, block);
-    const int64_t kept_apart = workspace.groups * workspace.blocks * workspace.block_floats();
-
-    const int c = int(threadIdx.x) % kColumns, first_token = int(threadIdx.x) / kColumns;
-    const auto at = [&](const Strided &x) {
-      return range.batch * x.stride[0] + range.begin * x.stride[1] + head * x.stride[2];
-    };
-    const int64_t of_number = at(numbers_of) + (first + c) * numbers_of.stride[3], of_g = at(p.g), of_beta = at(p.beta);
-    const int64_t of_q = range.batch * p.q.stride[0] + group * p.q.stride[2],
-                  of_k = range.batch * p.k.stride[0] + group * p.k.stride[2];
-    LoadedBits bits[kNumbers], g_bits, beta_bits;
-    Pieces<kTokens, kElements, kWalkers> q_rows(p.q, of_q, range.begin), k_rows(p.k, of_k, range.begin);
-    int left = 0;
-    const auto load = [&](int64_t from) {
-      left = tokens - from < kTokens ? int(tokens - from) : kTokens;
-      k_rows.go_to(p.k, of_k, range.begin + from), k_rows.load(left);
-      if (backwards) q_rows.go_to(p.q, of_q, range.begin + from), q_rows.load(left);
-#pragma unroll
-      for (int i = 0; i < kNumbers; ++i) {
-        const int t = first_token + i * kAtOnce;
-        bits[i] = bits_at(numbers_of, of_number + (from + t) * numbers_of.stride[1], t < left);
-      }
-      const int t = int(threadIdx.x);
-      g_bits = bits_at(p.g, of_g + (from + t) * p.g.stride[1], t < left);
-      beta_bits = bits_at(p.beta, of_beta + (from + t) * p.beta.stride[1], t < left);
-    };
-    // An absent token leaves the states as they are, and their gradients.
-    const auto store = [&](int turn) {
-      k_rows.store(&walk.rows[turn][1][0][0]);
-      if (backwards) q_rows.store(&walk.rows[turn][0][0][0]);
-#pragma unroll
-      for (int i = 0; i < kNumbers; ++i) {
-        const int t = first_token + i * kAtOnce;
-        walk.numbers[turn][t][c] = t < left ? number_of(numbers_of.type, bits[i]) : -0.0f;
-      }
-      const int t = int(threadIdx.x);
-      if (t < kTokens)
-        walk.gates[turn][t] = t < left
-                                  ? make_float2(exp_f32(number_of(p.g.type, g_bits)), number_of(p.beta.type, beta_bits))
-                                  : make_float2(1.0f, 0.0f);
-    };
-    const auto take = [&](int turn, int count, int t, bool back) {
-      const float2 gates = walk.gates[turn][t];
-      const float2 got = *reinterpret_cast<const float2 *>(&walk.numbers[turn][t][own]);
-      const float number[kOwn] = {got.x, got.y};
-      float4 key[kRounds];
-      float sum[kOwn] = {}, kept[kOwn];
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        key[r] = vector_of(walk.rows[turn][1][t], r);
-        const float4 q = back ? vector_of(walk.rows[turn][0][t], r) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int i = 0; i < kScanLaneElements; ++i)
-#pragma unroll
-          for (int k = 0; k < kOwn; ++k) {
-            float &s = state[k][r][i];
-            s = back ? fmaf(part(q, i), number[k], s) : gates.x * s;
-            sum[k] = fmaf(part(key[r], i), s, sum[k]);
-          }
-      }
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) sum[k] = join_lanes(sum[k]);
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        kept[k] = back ? sum[k] : number[k] - sum[k];  // z, or m
-        const float w = t < count ? gates.y * kept[k] : back ? 0.0f : -0.0f;
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-          for (int i = 0; i < kScanLaneElements; ++i) {
-            float &s = state[k][r][i];
-            s = back ? gates.x * fmaf(-part(key[r], i), w, s) : fmaf(part(key[r], i), w, s);
-          }
-      }
-      if (lane == 0) *reinterpret_cast<float2 *>(&walk.numbers[turn][t][own]) = make_float2(kept[0], kept[1]);
-    };
-    // What a tile kept of its columns, behind the barrier that follows it.
-    const auto flush = [&](int turn, int64_t from) {
-      float *const to = workspace.of_column(backwards, begin + from) + head * p.width + first + c;
-      const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
-      for (int t = first_token; t < count; t += kAtOnce) to[t * workspace.columns] = walk.numbers[turn][t][c];
-    };
-    const int64_t last = (tokens - 1) / kTokens * kTokens;  // the last tile
-    if (tokens > 0) load(backwards ? last : 0), store(0);
-    int turn = 0;
-    for (int64_t i = 0; tokens > 0 && i <= last; i += kTokens, turn ^= 1) {
-      const int64_t from = backwards ? last - i : i;
-      const int count = tokens - from < kTokens ? int(tokens - from) : kTokens;
-      if (!backwards)
-#pragma unroll
-        for (int k = 0; k < kOwn; ++k)
-          keep_at<true>(state[k], first_kept + from / kTokens * kept_apart + (own + k) * kElements, kElements);
-      const bool more = i < last;
-      __syncthreads();
-      if (i > 0) flush(turn ^ 1, backwards ? from + kTokens : from - kTokens);
-      if (more) load(backwards ? from - kTokens : from + kTokens);
+    if (!forwards) {
+      if (i == 1 && pairs == 1) tile.bring_kept(kept);
 #pragma unroll 1
-      for (int t = 0; t < kTokens; t += kTurn) {
-        if (t + kTurn == kTokens && more) store(turn ^ 1);
-        if (backwards) {
-#pragma unroll
-          for (int of = 0; of < kTurn; ++of) take(turn, count, kTokens - 1 - t - of, true);
-        } else {
-#pragma unroll
-          for (int of = 0; of < kTurn; ++of) take(turn, count, t + of, false);
-        }
+      for (int pair = pairs - 1; pair >= 0; --pair) {
+        if (pair % 2) walk(2 * pair - 2, 2 * pair);
+        back(i, pair, [&] {
+          if (pair == 0) return;
+          tile.take_held(pair > 2 ? 0 : Tile::before(i), state);
+          if (i == 1 && pair == 1) tile.bring_kept(kept);  // their place is free
+        });
       }
-      if (backwards && from > 0)
-#pragma unroll
-        for (int k = 0; k < kOwn; ++k)
-          keep_at<true>(state[k], gradient_at(workspace, begin + from - kTokens, group, block, own + k), kElements);
     }
     __syncthreads();
-    if (tokens > 0) flush(turn ^ 1, backwards ? 0 : last);
-    if (p.dinitial.data && backwards)
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k)
-        store_states(p.dinitial, of_states(p.dinitial, k), p.dinitial.stride[2], left_of(kElements), false, state[k]);
+    if (forwards) continue;
+    finish(i);
     __syncthreads();
   }
 }
-template <int kRounds>
-constexpr int kDeltaWalkBytes = 4 * (2 * 2 * checkpoint_tokens(kRounds * kScanRound) * kRounds * kScanRound +
-                                     2 * checkpoint_tokens(kRounds * kScanRound) * (kColumns + 2));
 
 }  // namespace
 }  // namespace pydet

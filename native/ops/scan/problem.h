@@ -126,7 +126,7 @@ template <> struct Operation<CausalConv1d> : AlwaysIeee {
 // way back needs are computed again from those before every 32nd token of a sequence, of many states before more: which they
 // are decides no bit.
 constexpr int kScanColumns = 32;
-PYDET_HD constexpr int checkpoint_tokens(int64_t states) { return states <= 64 ? 32 : states <= 128 ? 16 : 8; }
+PYDET_HD constexpr int checkpoint_tokens(int64_t states) { return states <= 64 ? 32 : states <= 256 ? 16 : 8; }
 
 // Where the parts of sums and those states lie, all in fp32. A block of columns is of a group's, or of a head's of it.
 struct ScanWorkspace {
