@@ -2,7 +2,7 @@
 arithmetic beside its own two products as GEMMs, on one core.
 
 Work counts the products alone: 4 Q K D operations a head forward (half of them where it is causal), 2.5 times as many
-backward.
+backward. Drawn problems have the heads of published models.
 """
 
 from functools import partial
@@ -12,7 +12,8 @@ import numpy as np
 import pydet
 from bench.gemm import copies, kernels_of, normal
 from bench.harness import Row, Variant
-from bench.rmsnorm import NO_TORCH, as_torch, torch
+from bench.model_shapes import MODELS
+from bench.peers import NO_TORCH, as_torch, torch
 
 
 def operands(sequences, heads, groups, queries, keys, d, dtype):
@@ -127,3 +128,18 @@ def rows(threads):
     if threads == 1:
         for d in (64, 128):
             yield partial(model, "bf16", 256, d)
+
+
+MOST_OPERATIONS = 2e9  # of a drawn problem's forward
+
+
+def draw(generator, between):
+    """A prefill, its gradients, or a decoding step."""
+    *_, heads, groups, d = MODELS[generator.choice(sorted(MODELS))]
+    dtype, kind = generator.choice(("fp32", "bf16")), generator.choice(("prefill", "backward", "decode"))
+    while True:
+        sequences, keys = between(1, 16), between(16, 8192)
+        queries, causal = (1, False) if kind == "decode" else (keys, generator.random() < 0.75)
+        if operations(sequences, heads, queries, keys, d, causal) <= MOST_OPERATIONS:
+            make = backward if kind == "backward" else forward
+            return partial(make, dtype, sequences, heads, groups, queries, keys, d, causal)

@@ -32,6 +32,7 @@ from bench import (
     cuda_grouped,
     cuda_norms,
     cuda_tokens,
+    draws,
     harness,
     model_shapes,
     plot,
@@ -435,7 +436,7 @@ RANGES = [64, 128, 512, 2048, 8192]
 
 
 def random_summary(entries):
-    """Geometric mean, 5th percentile and worst of the drawn products, by what they are and by M of a forward one."""
+    """How the drawn products went, by what they are and by M of a forward one."""
     groups = {}
     for entry in entries:
         if not entry["times_peer"]:
@@ -449,16 +450,10 @@ def random_summary(entries):
                 if least <= rows <= most:
                     groups.setdefault(f"forward, {least} to {most} rows", []).append(entry)
                 least = most + 1
-    lines = []
-    for name, its in groups.items():
-        ratios = sorted((entry["times_peer"], entry["shape"]) for entry in its)
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
-        low = ratios[len(ratios) // 20][0]
-        lines.append(
-            f"{name:34} pydet / cublas: geometric mean {mean:.3f}, 5th percentile {low:.3f}, "
-            f"worst {ratios[0][0]:.3f} ({ratios[0][1]}), {len(ratios)} shapes"
-        )
-    return lines
+    return [
+        f"{name:34} pydet / cublas: {draws.said((entry['times_peer'], entry['shape']) for entry in its)}"
+        for name, its in groups.items()
+    ]
 
 
 ROWS = {
@@ -477,26 +472,18 @@ ROWS = {
 RANDOM = {"gemm": (random_rows, random_summary)}
 RANDOM |= {name: (draw, cuda_norms.random_summary) for name, draw in cuda_norms.RANDOM.items()}
 RANDOM |= {name: (draw, cuda_attention.random_summary) for name, draw in cuda_attention.RANDOM.items()}
-RANDOM |= {name: (draw, cuda_tokens.random_summary) for name, draw in cuda_tokens.RANDOM.items()}
+RANDOM |= {name: (draw, draws.summary) for name, draw in cuda_tokens.RANDOM.items()}
 
 
 def summary(entries):
-    """Geometric mean and worst of each variant over each operation's shapes."""
+    """How each variant went over each operation's shapes."""
     groups = {}
     for entry in entries:
         if entry["times_peer"]:
             groups.setdefault((entry["op"], entry["variant"], entry["peer"]), []).append(
                 (entry["times_peer"], entry["shape"])
             )
-    lines = []
-    for (op, variant, peer), ratios in groups.items():
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
-        worst = min(ratios)
-        lines.append(
-            f"{op:18} {variant:26} / {peer}: geometric mean {mean:.3f}, "
-            f"worst {worst[0]:.3f} ({worst[1]}), {len(ratios)} shapes"
-        )
-    return lines
+    return [f"{op:18} {variant:26} / {peer}: {draws.said(ratios)}" for (op, variant, peer), ratios in groups.items()]
 
 
 def within(rows, seconds):

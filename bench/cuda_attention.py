@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pydet
+from bench import draws
 from bench.cuda_norms import sets_of
 from bench.harness import Row, Variant
 from bench.model_shapes import MODELS
@@ -460,7 +461,7 @@ def times_of(entries):
 
 
 def random_summary(entries):
-    """Of the fastest peer's time over pydet's, each peer's, and of a copy's: geometric mean, 5th percentile, worst."""
+    """The fastest peer's time over pydet's, each peer's, and a copy's."""
     groups, speeds = {}, {}
     for entry, others in times_of(entries):
         peers = {name: us for name, us in others.items() if name in PEERS}
@@ -472,15 +473,7 @@ def random_summary(entries):
                 groups.setdefault((group, name), []).append((us / entry["us"], at))
         if entry["unit"] == "GB/s":
             speeds.setdefault(entry["op"].partition(",")[0], []).append((entry["rate"] / 1e3, at))
-    lines = []
-    for (group, name), ratios in sorted(groups.items()):
-        ratios.sort()
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
-        low = ratios[len(ratios) // 20][0]
-        lines.append(
-            f"{group:14} {name:16} / pydet: geometric mean {mean:.3f}, 5th percentile {low:.3f}, "
-            f"worst {ratios[0][0]:.3f} ({ratios[0][1]}), {len(ratios)} problems"
-        )
+    lines = [f"{group:14} {name:16} / pydet: {draws.said(its)}" for (group, name), its in sorted(groups.items())]
     for group, found in sorted(speeds.items()):
         speed = [x for x, _ in found]
         middle, (most, at) = statistics.median(speed), max(found)

@@ -5,13 +5,12 @@ to 16,384 (softmax: 131,072) in steps of 8, or any N for one in four.
 """
 
 import math
-import random
-import statistics
 from functools import partial
 
 import torch
 
 import pydet
+from bench import draws
 from bench.harness import Row, Variant
 
 L2_BYTES = 50 << 20
@@ -202,19 +201,16 @@ def quantized_rows(quick):
 
 def random_rows(makes, longest, most, count, seed):
     """Each one of `makes` of a shape that is drawn; what has more than `most` elements is drawn anew."""
-    drawn = random.Random(seed)
-    for _ in range(count):
-        while True:
-            m = round(math.exp(drawn.uniform(0, math.log(200_000))))
-            n = round(math.exp(drawn.uniform(math.log(64), math.log(longest))))
-            n = n if drawn.random() < 0.25 else n // 8 * 8
-            if m * n <= most:
-                break
-        yield partial(drawn.choice(makes), m, n)
+
+    def make(generator, _):
+        shape = draws.norm_shape(generator, longest, most)
+        return partial(generator.choice(makes), *shape)
+
+    return draws.rows(make, count, seed)
 
 
 def random_summary(entries):
-    """Of each direction and peer: geometric mean and worst of its time over pydet's, by how many rows there are."""
+    """Of each direction and peer: its time over pydet's, by how many rows there are."""
     times, groups = {}, {}
     for entry in entries:
         times.setdefault((entry["op"], entry["shape"]), {})[entry["variant"]] = entry["us"]
@@ -223,15 +219,10 @@ def random_summary(entries):
         sort = "odd" if n % 8 else "to 256 rows" if m <= 256 else "more rows"
         for peer in us.keys() - {"pydet", "pydet, dx alone"}:
             groups.setdefault((op, peer, sort), []).append((us[peer] / us["pydet"], shape))
-    lines = []
-    for (op, peer, sort), ratios in sorted(groups.items()):
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
-        worst = min(ratios)
-        lines.append(
-            f"{op:16} {peer:6} / pydet, {sort:11}: geometric mean {mean:.3f}, worst {worst[0]:.3f} ({worst[1]}), "
-            f"{len(ratios)} shapes"
-        )
-    return lines
+    return [
+        f"{op:16} {peer:6} / pydet, {sort:11}: {draws.said(ratios)}"
+        for (op, peer, sort), ratios in sorted(groups.items())
+    ]
 
 
 # ---- LayerNorm -------------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ by atomics or in an order of their own, torch.multinomial draws by the state of 
 """
 
 import math
-import random
-import statistics
 from functools import partial
 
 import torch
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 
 import pydet
 import pydet.torch
+from bench import draws
 from bench.cuda_norms import sets_of
 from bench.harness import Row, Variant
 
@@ -318,17 +317,6 @@ def head_rows(quick):
 # ---- Drawn problems --------------------------------------------------------------------------------------------------
 
 
-def drawn(make, count, seed):
-    """make(a random generator, a function that draws a whole number log-uniformly) gives a row's maker."""
-    generator = random.Random(seed)
-
-    def between(least, most):
-        return round(math.exp(generator.uniform(math.log(least), math.log(most))))
-
-    for _ in range(count):
-        yield make(generator, between)
-
-
 def draw_sample(g, between):
     return partial(sampling, between(1, 1024), g.choice(VOCABULARIES), g.choice(list(FILTERS)))
 
@@ -357,24 +345,6 @@ def draw_head(g, between):
     return partial(g.choice([head_step, head_forward]), between(16, most), hidden, vocabulary)
 
 
-def random_summary(entries):
-    """Of each operation and peer the geometric mean and the worst of its time over pydet's."""
-    times, groups = {}, {}
-    for entry in entries:
-        times.setdefault((entry["op"], entry["shape"]), {})[entry["variant"]] = entry["us"]
-    for (op, shape), us in times.items():
-        for peer in us.keys() - {"pydet"}:
-            groups.setdefault((op, peer), []).append((us[peer] / us["pydet"], shape))
-    lines = []
-    for (op, peer), ratios in sorted(groups.items()):
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
-        lines.append(
-            f"{op:30} {peer:20} / pydet: geometric mean {mean:.3f}, worst {min(ratios)[0]:.3f} ({min(ratios)[1]}), "
-            f"{len(ratios)} shapes"
-        )
-    return lines
-
-
 ROWS = {
     "sample": sample_rows,
     "topk": topk_rows,
@@ -383,9 +353,9 @@ ROWS = {
     "head": head_rows,
 }
 RANDOM = {
-    "sample": partial(drawn, draw_sample),
-    "topk": partial(drawn, draw_topk),
-    "activation": partial(drawn, draw_activation),
-    "embedding": partial(drawn, draw_embedding),
-    "head": partial(drawn, draw_head),
+    "sample": partial(draws.rows, draw_sample),
+    "topk": partial(draws.rows, draw_topk),
+    "activation": partial(draws.rows, draw_activation),
+    "embedding": partial(draws.rows, draw_embedding),
+    "head": partial(draws.rows, draw_head),
 }

@@ -1,4 +1,5 @@
-"""GEMM. fp32 beside NumPy's BLAS, and the tensor-core models, kernel beside kernel, on one core."""
+"""GEMM. fp32 beside NumPy's BLAS and PyTorch, and the tensor-core models, kernel beside kernel, on one core. Drawn
+products are of fp32 or bf16, of 2 MFLOP to 6 GFLOP, in four layouts."""
 
 from functools import partial
 
@@ -6,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 import pydet
+from bench import peers
 from bench.harness import Row, Variant, buffer_sets
 
 TYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
@@ -16,9 +18,9 @@ def normal(seed, shape, dtype="fp32"):
 
 
 def copies(arrays):
-    """Sets of buffers with the same contents: the arrays themselves, and copies."""
+    """Sets of buffers with the same contents and layouts: the arrays themselves, and copies."""
     sets = buffer_sets(sum(array.nbytes for array in arrays))
-    return [arrays] + [tuple(array.copy() for array in arrays) for _ in range(sets - 1)]
+    return [arrays] + [tuple(array.copy(order="K") for array in arrays) for _ in range(sets - 1)]
 
 
 def kernels_of(operation, arithmetic, dtype):
@@ -45,23 +47,26 @@ def same_bits_by_every_kernel(a, b, out, arithmetic, dtype):
     return len(names) > 0 and all(part.tobytes() == want for part in parts)
 
 
-def square(m, n, k):
-    """C = A B, row-major, in fp32."""
-    a, b = normal(1, (m, k)), normal(2, (k, n))
-    ours = copies((a, b, np.empty((m, n), np.float32)))
-    theirs = [(a, b, np.empty_like(out)) for a, b, out in ours]
+def operand(seed, rows, columns, letter, dtype):
+    """Of a layout's letter: N row-major, T the transpose of what is."""
+    return normal(seed, (rows, columns), dtype) if letter == "N" else normal(seed, (columns, rows), dtype).T
+
+
+def product(m, n, k, dtype="fp32", layout="NN"):
+    """C = A B."""
+    a, b = operand(1, m, k, layout[0], dtype), operand(2, k, n, layout[1], dtype)
+    sets = copies((a, b, np.empty((m, n), a.dtype)))
+    calls = [partial(pydet.gemm, a, b, out=out, arithmetic="ieee") for a, b, out in sets]
     return Row(
         op="gemm",
-        shape=f"{m} x {n} x {k}",
-        dtype="fp32",
+        shape=f"{m} x {n} x {k}" + f", {layout}" * (layout != "NN"),
+        dtype=dtype,
         work=2 * m * n * k,
         unit="GFLOP/s",
-        variants=[
-            Variant("pydet", [partial(pydet.gemm, a, b, out=out) for a, b, out in ours], [ours[0][2]]),
-            Variant("numpy", [partial(np.matmul, a, b, out=out) for a, b, out in theirs]),
-        ],
+        variants=[Variant("pydet", calls, [sets[0][2]]), *peers.products(sets)],
         peer="numpy",
-        agrees=partial(same_bits_by_every_kernel, a, b, ours[0][2], "ieee", "fp32"),
+        agrees=partial(same_bits_by_every_kernel, a, b, sets[0][2], "ieee", dtype),
+        note="" if dtype == "fp32" else peers.AS_FP32,
     )
 
 
@@ -84,9 +89,17 @@ def model(arithmetic, dtype, m=64, n=256, k=2048):
 
 def rows(threads):
     for m, n, k in ((512, 4096, 4096), (1024, 1024, 1024), (2048, 2048, 2048)):
-        yield partial(square, m, n, k)
+        yield partial(product, m, n, k)
     if threads == 1:
         yield partial(model, "sm90", "bf16")
         yield partial(model, "sm90", "fp16")
         for arithmetic in ("sm80", "cdna3", "cdna2"):
             yield partial(model, arithmetic, "bf16")
+
+
+def draw(generator, between):
+    dtype, layout = generator.choices(("fp32", "bf16"), (3, 1))[0], generator.choice(("NN", "NT", "TN", "TT"))
+    while True:
+        m, n, k = (between(1, 4096) for _ in range(3))
+        if 2e6 <= 2 * m * n * k <= 6e9:
+            return partial(product, m, n, k, dtype, layout)

@@ -1,4 +1,4 @@
-"""Embeddings, activations, sampling and topk beside PyTorch's on the CPU.
+"""Activations, sampling and topk beside PyTorch's on the CPU.
 
 PyTorch allocates its results in each call; pydet writes into `out` where it says so.
 """
@@ -8,37 +8,13 @@ from functools import partial
 import numpy as np
 
 import pydet
-from bench.gemm import copies, kernels_of, normal
+from bench.gemm import copies, normal
 from bench.harness import Row, Variant
-from bench.rmsnorm import NO_TORCH, as_torch, torch
+from bench.peers import NO_TORCH, as_torch, torch
 
 
-def row(op, shape, dtype, work, variants, agrees=None):
-    return Row(op, shape, dtype, variants, "torch", work, "GB/s", agrees, "" if torch else NO_TORCH)
-
-
-def words(tokens, rows):
-    """Ids as text has them: the k-th most frequent has a share of about 1 / k."""
-    return (rows ** np.random.default_rng(3).random(tokens)).astype(np.int64).clip(0, rows - 1)
-
-
-def table_gradient(tokens, rows, n, dtype):
-    dout, ids = normal(1, (tokens, n), dtype), words(tokens, rows)
-    sets = copies((dout, ids, np.empty((rows, n), dout.dtype)))
-    calls = [partial(pydet.embedding_backward, dout, ids, out=dw) for dout, ids, dw in sets]
-    variants = [Variant("pydet, out=", calls, [sets[0][2]])]
-    if torch:
-        theirs = torch.ops.aten.embedding_dense_backward
-        calls = [partial(theirs, as_torch(dout), torch.from_numpy(ids), rows, -1, False) for dout, ids, _ in sets]
-        variants.append(Variant("torch", calls))
-
-    def agrees():
-        names, want = kernels_of("embedding_backward", "ieee", dtype), sets[0][2].tobytes()
-        made = [pydet.embedding_backward(dout, ids, rows, kernel=name) for name in names]
-        return len(names) > 0 and all(dw.tobytes() == want for dw in made)
-
-    work = dout.nbytes + sets[0][2].nbytes
-    return row("embedding backward", f"{tokens} x {n} of {rows}", dtype, work, variants, agrees)
+def row(op, shape, dtype, work, variants):
+    return Row(op, shape, dtype, variants, "torch", work, "GB/s", note="" if torch else NO_TORCH)
 
 
 def activating(kind, m, n, dtype):
@@ -77,7 +53,6 @@ def largest(m, n, k, dtype):
 
 def rows(threads):
     for dtype in ("fp32", "bf16"):
-        yield partial(table_gradient, 4096, 32000, 1024, dtype)
         for kind in ("silu", "gelu"):
             yield partial(activating, kind, 4096, 4096, dtype)
         yield partial(sampling, 16, 152064, dtype)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
 
-from bench import cuda_tokens, harness  # noqa: E402
+from bench import cuda_tokens, draws, harness  # noqa: E402
 from test_bench_attention import Device  # noqa: E402
 
 
@@ -38,7 +38,7 @@ def test_rows_run_and_have_their_bits(make):
     entries = harness.run([make], Device(), 0)
     assert entries[0]["variant"] == "pydet" and len(entries) > 1
     assert all(entry["bits_ok"] is not False and entry["times_peer"] in (1, None) for entry in entries)
-    assert cuda_tokens.random_summary(entries)
+    assert draws.summary(entries)
 
 
 @pytest.mark.parametrize("operation", cuda_tokens.RANDOM)

@@ -44,6 +44,20 @@ __device__ __forceinline__ void put_at(Type type, char *at, float x) {
 }
 __device__ __forceinline__ void put(const Strided &to, int64_t offset, float x) { put_at(to.type, to.at(offset), x); }
 
+// Elements of a type, `apart` from each other.
+struct Apart {
+  char *first;
+  int64_t bytes;
+  Type type;
+
+  __device__ __forceinline__ Apart(const Strided &x, int64_t offset, int64_t apart)
+      : first(x.at(offset)), bytes(apart * size_of(x.type)), type(x.type) {}
+  __device__ __forceinline__ LoadedBits bits(int j, bool there) const {
+    return bits_from(first + j * bytes, type, there);
+  }
+  __device__ __forceinline__ void put(int j, float x) const { put_at(type, first + j * bytes, x); }
+};
+
 // A warp has four teams of eight threads, one for each lane of a sum. Neighbouring threads are of four teams and one lane:
 // what all of them read of a row then is the same, and shared memory answers half a warp at a time.
 constexpr int kTeams = 32 / kScanLanes;  // of a warp

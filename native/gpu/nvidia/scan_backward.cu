@@ -1,5 +1,7 @@
 // Gradients of recurrences over tokens (NUMERICS.md, "Scans", "Their gradients"): the CPU's bits.
 
+#include <algorithm>
+
 #include "contract/elementary.h"
 #include "core/error.h"
 #include "gpu/kernels.h"
@@ -676,11 +678,13 @@ template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
   return with_rounds<1, kMostHeldStates>(states, f);
 }
 
+constexpr int64_t kMostGrid = 65535;  // blocks of a grid in y, and in z
+
 template <class Tile>
 bool tiles_fit(const Device &device, const ScanWorkspace &workspace, int64_t heads, int64_t width, const Strided &first,
                const Strided &second) {
   return int(sizeof(Tile)) <= gpu_shared_bytes(device.id) && workspace.states == Tile::kElements &&
-         heads * width <= INT32_MAX && reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 &&
+         heads <= kMostGrid && heads * width <= INT32_MAX && reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 &&
          rows_in_pieces(first, workspace.states) && rows_in_pieces(second, workspace.states);
 }
 
@@ -700,14 +704,19 @@ pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, voi
   where.loaded = loaded;
   return launch(where, kernel, p, blocks);
 }
-// Both walks, then the tiles, which are asked for before the walks begin.
+// Both walks, then the tiles, which are asked for before the walks begin. blocks: of a tile, in x and y.
 template <class Tile, class Problem>
-pydet_status launch_apart(const char *name, const Problem &p, int64_t walks, void (*walk)(Problem, int64_t),
-                          size_t walk_bytes, int64_t tiles, void (*tile)(Problem, int64_t)) {
-  PYDET_TRY(check_blocks(name, tiles));
+pydet_status launch_apart(const char *name, const Problem &p, void (*walk)(Problem, int64_t), size_t walk_bytes,
+                          dim3 blocks, void (*tile)(Problem, int64_t)) {
+  const int64_t tiles = tiles_of(p.sequences, Tile::kTokens), of_tile = int64_t(blocks.x) * blocks.y;
+  PYDET_TRY(check_blocks(name, of_tile * tiles));
+  if (of_tile * p.sequences.count == 0) return PYDET_OK;
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_back(name, p, walks, walk, walk_bytes, false, kWalkThreads));
-  return launch_back(name, p, tiles, tile, sizeof(Tile), true, Tile::kThreads);
+  PYDET_TRY(launch_back(name, p, 2 * of_tile * p.sequences.count, walk, walk_bytes, false, kWalkThreads));
+  blocks.z = unsigned(std::min(tiles, kMostGrid));
+  Launch where = {name, static_cast<gpu_stream>(p.stream), blocks, dim3(Tile::kThreads), int(sizeof(Tile))};
+  where.loaded = true;
+  return launch(where, tile, p, tiles);
 }
 
 template <class Problem>
@@ -737,8 +746,9 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
       if (p.each_state) return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, true>, sizeof(Tile));
     if (p.heads / p.groups * p.width % kColumns == 0 &&
         tiles_fit<Wide>(p.device, p.workspace, p.heads, p.width, p.b, p.c))
-      return launch_apart<Wide>(name, p, blocks * count * 2, selective_walks_kernel<kRounds>, 0,
-                                blocks * tiles_of(p.sequences, Wide::kTokens), selective_tiles_kernel<kRounds>);
+      return launch_apart<Wide>(name, p, selective_walks_kernel<kRounds>, 0,
+                                dim3(unsigned(p.workspace.blocks), unsigned(p.groups)),
+                                selective_tiles_kernel<kRounds>);
     return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, false>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
@@ -758,8 +768,8 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
     if constexpr (kRounds <= kThreadRounds) {
       using Wide = DeltaTile<kRounds>;
       if (p.width % kColumns == 0 && tiles_fit<Wide>(p.device, p.workspace, p.heads, p.width, p.q, p.k))
-        return launch_apart<Wide>(name, p, blocks * count * 2, delta_walks_kernel<kRounds>, kDeltaWalkBytes<kRounds>,
-                                  blocks * tiles_of(p.sequences, Wide::kTokens), delta_tiles_kernel<kRounds>);
+        return launch_apart<Wide>(name, p, delta_walks_kernel<kRounds>, kDeltaWalkBytes<kRounds>,
+                                  dim3(unsigned(p.width / kColumns), unsigned(p.heads)), delta_tiles_kernel<kRounds>);
     }
     return launch_back(name, p, blocks * count, delta_back_kernel<kRounds>, sizeof(Tile));
   }));

@@ -8,9 +8,10 @@
 namespace pydet {
 namespace {
 
+// A block of columns, a head and a tile: the grid's x, y and z.
 template <int rounds>
 __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>::kBlocks)
-    delta_tiles_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t blocks) {
+    delta_tiles_kernel(const __grid_constant__ GatedDeltaBackward p, const __grid_constant__ int64_t tiles) {
   using Tile = DeltaTile<rounds>;
   constexpr int kRounds = Tile::kRounds, kTokens = Tile::kTokens, kElements = Tile::kElements;
   constexpr int kNumbers = Tile::kNumbers, kAtOnce = Tile::kAtOnce;
@@ -18,91 +19,97 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   __shared__ float decays[kPiece];
-  const uint32_t of_head = uint32_t(p.width) / kColumns, heads = uint32_t(p.heads),
-                 in_group = heads / uint32_t(p.groups);
+  const uint32_t head = blockIdx.y, first_column = blockIdx.x * kColumns;
   const ScanWorkspace workspace = of_rounds<rounds>(p.workspace);
-  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {  // of 32 bits, as the selective scan's
+  for (uint32_t job = blockIdx.z; job < tiles; job += gridDim.z) {  // of 32 bits, as the selective scan's
     struct Place {
-      uint32_t first_column, head, group, block;
+      uint32_t group, block;  // of the head; of its columns among a group's
       TileOf of;
-      int64_t first, token;  // the sequence's first token of all; the tile's of its batch
+      int64_t first, token;  // the tile's first token of all; of its batch
     };
     const auto place = [&] {  // found again each time, for want of registers
-      uint32_t same = job;
-      make_opaque(same);
+      uint32_t same = job, in_group = uint32_t(p.heads) / uint32_t(p.groups);
+      make_opaque(same), make_opaque(in_group);
       Place at;
-      at.first_column = same % of_head * kColumns, at.head = same / of_head % heads, at.group = at.head / in_group;
-      at.block = at.head % in_group * of_head + at.first_column / kColumns;
-      at.of = tile_of(p.sequences, same / of_head / heads, kTokens);
-      at.first = at.of.range.batch * p.sequences.tokens + at.of.range.begin, at.token = at.of.range.begin + at.of.from;
+      uint32_t own_head = head;
+      make_opaque(own_head);
+      at.group = own_head / in_group, at.block = own_head % in_group * gridDim.x + blockIdx.x;
+      at.of = tile_of(p.sequences, same, kTokens);
+      at.token = at.of.range.begin + at.of.from, at.first = at.of.range.batch * p.sequences.tokens + at.token;
       return at;
     };
     float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
-    const float *kept;
     float *sums_to;
     int count;
+    const auto bring_kept = [&](const Place &at) {
+      tile.bring_kept(workspace.states_at(at.of.sequence, at.first - at.of.from, at.of.from, at.group, at.block));
+    };
     {
       const Place at = place();
       const int64_t left = at.of.range.end - at.token;
       if (left <= 0) continue;
       count = left < kTokens ? int(left) : kTokens;
-      kept = workspace.states_at(at.of.sequence, at.first, at.of.from, at.group, at.block);
-      tile.bring_kept(kept);
-      sums_to = Tile::sums_to(workspace, at.first + at.of.from, at.group, at.block);
-      if (left > kTokens) Tile::take_gradients(workspace, at.first + at.of.from, at.group, at.block, gradient);
+      bring_kept(at);
+      sums_to = Tile::sums_to(workspace, at.first, at.group, at.block);
+      if (left > kTokens) Tile::take_gradients(workspace, at.first, at.group, at.block, gradient);
       else if (p.dfinal.data)
         Tile::take_given(
             [&](int c, int n) {
-              const int64_t of = at.of.sequence * p.dfinal.stride[0] + at.head * p.dfinal.stride[1] +
-                                 n * p.dfinal.stride[2] + (at.first_column + c) * p.dfinal.stride[3];
+              const int64_t of = at.of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] +
+                                 n * p.dfinal.stride[2] + (first_column + c) * p.dfinal.stride[3];
               return *reinterpret_cast<const float *>(p.dfinal.at(of));
             },
             gradient);
       else Tile::take_given([](int, int) { return 0.0f; }, gradient);
     }
 
-    // What the walks kept of a thread's first number of a token, a column's.
-    const auto kept_of = [&](int which, const Place &at, int64_t token) {
-      return workspace.of_column(which, token) + at.head * p.width + at.first_column + threadIdx.x % kColumns;
+    // Numbers of a thread's column, at tokens of piece i that are kAtOnce apart; the same of what the walks kept.
+    const auto numbers = [&](const Strided &x, const Place &at, int i, int64_t of_column) {
+      const int64_t token = at.token + i * kPiece + threadIdx.x / kColumns;
+      return Apart(x,
+                   at.of.range.batch * x.stride[0] + token * x.stride[1] + head * x.stride[2] +
+                       (first_column + threadIdx.x % kColumns) * of_column,
+                   kAtOnce * x.stride[1]);
     };
+    const auto kept_of = [&](int which, const Place &at, int i) {
+      return workspace.of_column(which, at.first + i * kPiece + threadIdx.x / kColumns) + head * p.width +
+             first_column + threadIdx.x % kColumns;
+    };
+    const int64_t kept_apart = kAtOnce * workspace.columns;
     const auto load = [&](int i, bool back) {
       const Place at = place();
       const int64_t batch = at.of.range.batch, token = at.token + i * kPiece;
-      const int left = count - i * kPiece, first = int(threadIdx.x) / kColumns, c = int(threadIdx.x) % kColumns;
+      const int left = count - i * kPiece, first = int(threadIdx.x) / kColumns;
       using RowsHere = Pieces<kPiece, kElements, Tile::kThreads>;
-      RowsHere k_rows(p.k, batch * p.k.stride[0] + at.group * p.k.stride[2], token);
-      k_rows.load(left);
-      const auto of = [&](const Strided &x, int64_t t) {
-        return batch * x.stride[0] + (token + t) * x.stride[1] + at.head * x.stride[2];
-      };
-      const int64_t of_out = of(p.dout, first) + (at.first_column + c) * p.dout.stride[3], of_beta = of(p.beta, first);
-      const float *const kept_m = kept_of(0, at, at.first + at.of.from + i * kPiece + first),
-                         *const kept_z = kept_of(1, at, at.first + at.of.from + i * kPiece + first);
+      RowsHere q_rows(p.q, batch * p.q.stride[0] + at.group * p.q.stride[2], token),
+          k_rows(p.k, batch * p.k.stride[0] + at.group * p.k.stride[2], token);
+      k_rows.load(left), q_rows.load(back ? left : 0);
+      const Apart outs = numbers(p.dout, at, i, p.dout.stride[3]), betas = numbers(p.beta, at, i, 0);
+      const float *const kept_m = kept_of(0, at, i), *const kept_z = kept_of(1, at, i);
       LoadedBits out[kNumbers], beta[kNumbers];
       float m[kNumbers], z[kNumbers];
 #pragma unroll
       for (int j = 0; j < kNumbers; ++j) {
         const bool there = first + j * kAtOnce < left;
-        beta[j] = bits_at(p.beta, of_beta + j * kAtOnce * p.beta.stride[1], there);
-        out[j] = bits_at(p.dout, of_out + j * kAtOnce * p.dout.stride[1], there && back);
-        m[j] = there ? kept_m[j * kAtOnce * workspace.columns] : 0.0f;
-        z[j] = there && back ? kept_z[j * kAtOnce * workspace.columns] : 0.0f;
+        beta[j] = betas.bits(j, there), out[j] = outs.bits(j, there && back);
+        m[j] = there ? kept_m[j * kept_apart] : 0.0f, z[j] = there && back ? kept_z[j * kept_apart] : 0.0f;
       }
 #pragma unroll
       for (int j = 0; j < kNumbers; ++j) {
         const auto put_number = [&](int which, float number) {
-          tile.numbers[which][first + j * kAtOnce][beside(c)] = number;
+          tile.numbers[which][first + j * kAtOnce][beside(int(threadIdx.x) % kColumns)] = number;
         };
         const float factor = number_of(p.beta.type, beta[j]);
         put_number(kW, factor * m[j]), put_number(kOfM, factor * z[j]);
         put_number(kOut, first + j * kAtOnce < left ? number_of(p.dout.type, out[j]) : -0.0f);
       }
-      if (int(threadIdx.x) < kPiece)
-        decays[threadIdx.x] = int(threadIdx.x) < left ? exp_f32(element(p.g, of(p.g, int(threadIdx.x)))) : 1.0f;
+      const int t = int(threadIdx.x);
+      if (t < kPiece)
+        decays[t] =
+            t < left ? exp_f32(element(p.g, batch * p.g.stride[0] + (token + t) * p.g.stride[1] + head * p.g.stride[2]))
+                     : 1.0f;
       k_rows.store(&tile.rows[1][0][0]);
-      if (!back) return;
-      RowsHere q_rows(p.q, batch * p.q.stride[0] + at.group * p.q.stride[2], token);
-      q_rows.load(left), q_rows.store(&tile.rows[0][0][0]);
+      if (back) q_rows.store(&tile.rows[0][0][0]);
     };
     struct Operands {
       float w[kBackOwn], decay;
@@ -198,34 +205,30 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
     // The sums over the states, whole, and those of the head.
     const auto finish = [&](int i) {
       const Place at = place();
-      const int64_t batch = at.of.range.batch, token = at.token + i * kPiece,
-                    of_all = at.first + at.of.from + i * kPiece;
       const int left = count - i * kPiece, here = left < kPiece ? left : kPiece;
       const int c = int(threadIdx.x) % kColumns, first = int(threadIdx.x) / kColumns;
-      const float *const kept_m = kept_of(0, at, of_all + first), *const kept_z = kept_of(1, at, of_all + first);
-      const int64_t of_dv = batch * p.dv.stride[0] + (token + first) * p.dv.stride[1] + at.head * p.dv.stride[2] +
-                            (at.first_column + c) * p.dv.stride[3];
+      const float *const kept_m = kept_of(0, at, i), *const kept_z = kept_of(1, at, i);
+      const Apart dvs = numbers(p.dv, at, i, p.dv.stride[3]);
       float m[kNumbers], z[kNumbers];
 #pragma unroll
       for (int j = 0; j < kNumbers; ++j) {
         const bool there = first + j * kAtOnce < here;
-        m[j] = there ? kept_m[j * kAtOnce * workspace.columns] : 0.0f;
-        z[j] = there ? kept_z[j * kAtOnce * workspace.columns] : 0.0f;
+        m[j] = there ? kept_m[j * kept_apart] : 0.0f, z[j] = there ? kept_z[j * kept_apart] : 0.0f;
       }
 #pragma unroll
       for (int j = 0; j < kNumbers; ++j) {
         const int t = first + j * kAtOnce, own = beside(c);
-        if (t < here) put(p.dv, of_dv + j * kAtOnce * p.dv.stride[1], tile.numbers[kOfM][t][own]);
+        if (t < here) dvs.put(j, tile.numbers[kOfM][t][own]);
         tile.terms[t][c] = tile.halves[0][t][0][own] + tile.halves[1][t][0][own];
         tile.terms[t][kColumns + c] = z[j] * m[j];
       }
       __syncthreads();
       const int t = int(threadIdx.x) % kPiece, which = int(threadIdx.x) / kPiece;
       if (which < 2 && t < here)
-        workspace.of_head(which, of_all + t, at.head)[at.first_column / kColumns] =
+        workspace.of_head(which, at.first + i * kPiece + t, head)[blockIdx.x] =
             chain_of(tile.terms[t] + which * kColumns, 0, kColumns);
     };
-    take_wide(tile, count, kept, state, load, read, take, back, finish);
+    take_wide(tile, count, state, [&] { bring_kept(place()); }, load, read, take, back, finish);
   }
 }
 
@@ -358,7 +361,9 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
       __syncthreads();
       if (i > 0) flush(turn ^ 1, backwards ? from + kTokens : from - kTokens);
       if (more) load(backwards ? from - kTokens : from + kTokens);
-      const auto some = [&](int t) {
+#pragma unroll 1
+      for (int t = 0; t < kTokens; t += kTurn) {
+        if (t + kTurn == kTokens && more) store(turn ^ 1);
         if (backwards) {
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, count, kTokens - 1 - t - of, true);
@@ -366,11 +371,7 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, count, t + of, false);
         }
-      };
-#pragma unroll 1
-      for (int t = 0; t < kTokens - kTurn; t += kTurn) some(t);
-      if (more) store(turn ^ 1);  // not in a loop, which would wait for what it has loaded in its first turn
-      some(kTokens - kTurn);
+      }
       if (backwards && from > 0)
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)

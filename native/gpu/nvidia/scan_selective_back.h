@@ -6,9 +6,10 @@
 namespace pydet {
 namespace {
 
+// A block of columns, a group and a tile: the grid's x, y and z.
 template <int rounds>
 __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile<rounds>::kBlocks)
-    selective_tiles_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
+    selective_tiles_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t tiles) {
   using Tile = SelectiveTile<rounds>;
   constexpr int kRounds = Tile::kRounds, kTokens = Tile::kTokens, kElements = Tile::kElements;
   constexpr int kNumbers = Tile::kNumbers, kAtOnce = Tile::kAtOnce;
@@ -16,45 +17,43 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
   extern __shared__ __align__(16) char shared[];
   Tile &tile = *reinterpret_cast<Tile *>(shared);
   // Of 32 bits, which tiles_fit and check_blocks have seen to suffice: numbers of 64 divide by calls.
-  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups), width = uint32_t(p.width);
-  const uint32_t of_group = uint32_t(p.heads) / groups * width;
+  const uint32_t block = blockIdx.x, group = blockIdx.y, width = uint32_t(p.width);
+  const uint32_t at_group = group * (uint32_t(p.heads) / uint32_t(p.groups) * width) + block * kColumns;
   const ScanWorkspace workspace = of_rounds<rounds>(p.workspace);
-  for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
+  for (uint32_t job = blockIdx.z; job < tiles; job += gridDim.z) {
     struct Place {
-      uint32_t block, group, at_group;
       TileOf of;
-      int64_t first, token;  // the sequence's first token of all; the tile's of its batch
+      int64_t first, token;  // the tile's first token of all; of its batch
       int head, column;      // of the number that a thread brings
     };
     const auto place = [&] {  // found again each time, for want of registers
       uint32_t same = job;
       make_opaque(same);
       Place at;
-      at.block = same % in_group, at.group = same / in_group % groups,
-      at.at_group = at.group * of_group + at.block * kColumns;
-      at.of = tile_of(p.sequences, same / in_group / groups, kTokens);
-      at.first = at.of.range.batch * p.sequences.tokens + at.of.range.begin, at.token = at.of.range.begin + at.of.from;
-      const uint32_t c = at.at_group + threadIdx.x % kColumns;
+      at.of = tile_of(p.sequences, same, kTokens);
+      at.token = at.of.range.begin + at.of.from, at.first = at.of.range.batch * p.sequences.tokens + at.token;
+      const uint32_t c = at_group + threadIdx.x % kColumns;
       at.head = int(c / width), at.column = int(c % width);
       return at;
     };
     float state[kBackOwn][kRounds][4], gradient[kBackOwn][kRounds][4];
-    const float *kept;
     float *sums_to;
     int count;
+    const auto bring_kept = [&](const Place &at) {
+      tile.bring_kept(workspace.states_at(at.of.sequence, at.first - at.of.from, at.of.from, group, block));
+    };
     {
       const Place at = place();
       const int64_t left = at.of.range.end - at.token;
       if (left <= 0) continue;
       count = left < kTokens ? int(left) : kTokens;
-      kept = workspace.states_at(at.of.sequence, at.first, at.of.from, at.group, at.block);
-      tile.bring_kept(kept);
-      sums_to = Tile::sums_to(workspace, at.first + at.of.from, at.group, at.block);
-      if (left > kTokens) Tile::take_gradients(workspace, at.first + at.of.from, at.group, at.block, gradient);
+      bring_kept(at);
+      sums_to = Tile::sums_to(workspace, at.first, group, block);
+      if (left > kTokens) Tile::take_gradients(workspace, at.first, group, block, gradient);
       else if (p.dfinal.data)
         Tile::take_given(
             [&](int c, int n) {
-              const int head = int((at.at_group + c) / width), column = int((at.at_group + c) % width);
+              const int head = int((at_group + c) / width), column = int((at_group + c) % width);
               const int64_t of = at.of.sequence * p.dfinal.stride[0] + head * p.dfinal.stride[1] +
                                  column * p.dfinal.stride[2] + n * p.dfinal.stride[3];
               return *reinterpret_cast<const float *>(p.dfinal.at(of));
@@ -63,24 +62,30 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
       else Tile::take_given([](int, int) { return 0.0f; }, gradient);
     }
 
-    // What a thread has of piece i's numbers: of its column, tokens that are kAtOnce apart.
+    // Numbers of a thread's column, at tokens of piece i that are kAtOnce apart.
+    const auto numbers = [&](const Strided &x, const Place &at, int i, int64_t of_column) {
+      const int64_t token = at.token + i * kPiece + threadIdx.x / kColumns;
+      return Apart(
+          x, at.of.range.batch * x.stride[0] + token * x.stride[1] + at.head * x.stride[2] + at.column * of_column,
+          kAtOnce * x.stride[1]);
+    };
     const auto load = [&](int i, bool back) {
       const Place at = place();
       const int64_t batch = at.of.range.batch, token = at.token + i * kPiece;
       const int left = count - i * kPiece, first = int(threadIdx.x) / kColumns;
       using RowsHere = Pieces<kPiece, kElements, Tile::kThreads>;
-      RowsHere b_rows(p.b, batch * p.b.stride[0] + at.group * p.b.stride[2], token);
-      b_rows.load(left);
+      RowsHere b_rows(p.b, batch * p.b.stride[0] + group * p.b.stride[2], token),
+          c_rows(p.c, batch * p.c.stride[0] + group * p.c.stride[2], token);
+      b_rows.load(left), c_rows.load(back ? left : 0);
       const float a = element(p.a, at.head * p.a.stride[0]);
-      const auto bits_of = [&](const Strided &x, int64_t more, bool there, LoadedBits(&bits)[kNumbers]) {
-        const int64_t of = batch * x.stride[0] + (token + first) * x.stride[1] + at.head * x.stride[2] + more;
-#pragma unroll
-        for (int j = 0; j < kNumbers; ++j)
-          bits[j] = bits_at(x, of + j * kAtOnce * x.stride[1], there && first + j * kAtOnce < left);
-      };
+      const Apart xs = numbers(p.x, at, i, p.x.stride[3]), dts = numbers(p.dt, at, i, 0),
+                  dys = numbers(p.dy, at, i, p.dy.stride[3]);
       LoadedBits x[kNumbers], dt[kNumbers], dy[kNumbers];
-      bits_of(p.x, at.column * p.x.stride[3], true, x), bits_of(p.dt, 0, true, dt);
-      bits_of(p.dy, at.column * p.dy.stride[3], back, dy);
+#pragma unroll
+      for (int j = 0; j < kNumbers; ++j) {
+        const bool there = first + j * kAtOnce < left;
+        x[j] = xs.bits(j, there), dt[j] = dts.bits(j, there), dy[j] = dys.bits(j, there && back);
+      }
 #pragma unroll
       for (int j = 0; j < kNumbers; ++j) {
         const auto put_number = [&](int which, float number) {
@@ -92,9 +97,7 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
         put_number(kDy, there ? number_of(p.dy.type, dy[j]) : -0.0f);
       }
       b_rows.store(&tile.rows[0][0][0]);
-      if (!back) return;
-      RowsHere c_rows(p.c, batch * p.c.stride[0] + at.group * p.c.stride[2], token);
-      c_rows.load(left), c_rows.store(&tile.rows[1][0][0]);
+      if (back) c_rows.store(&tile.rows[1][0][0]);
     };
     struct Operands {
       float u[kBackOwn], decay[kBackOwn];
@@ -190,37 +193,30 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
     // The sums over the states, whole, and those of heads.
     const auto finish = [&](int i) {
       const Place at = place();
-      const int64_t batch = at.of.range.batch, token = at.token + i * kPiece;
       const int left = count - i * kPiece, here = left < kPiece ? left : kPiece;
       const int c = int(threadIdx.x) % kColumns, first = int(threadIdx.x) / kColumns;
       const float d = p.d.data ? element(p.d, at.head * p.d.stride[0]) : 0.0f;
-      const auto of = [&](const Strided &x, int64_t more) {
-        return batch * x.stride[0] + (token + first) * x.stride[1] + at.head * x.stride[2] + more;
-      };
-      const int64_t of_x = of(p.x, at.column * p.x.stride[3]), of_dt = of(p.dt, 0),
-                    of_dx = of(p.dx, at.column * p.dx.stride[3]);
-      float x[kNumbers], dt[kNumbers];
+      const Apart xs = numbers(p.x, at, i, p.x.stride[3]), dts = numbers(p.dt, at, i, 0),
+                  dxs = numbers(p.dx, at, i, p.dx.stride[3]);
+      LoadedBits x[kNumbers], dt[kNumbers];
 #pragma unroll
-      for (int j = 0; j < kNumbers; ++j) {
-        const bool there = first + j * kAtOnce < here;
-        const LoadedBits x_bits = bits_at(p.x, of_x + j * kAtOnce * p.x.stride[1], there),
-                         dt_bits = bits_at(p.dt, of_dt + j * kAtOnce * p.dt.stride[1], there);
-        x[j] = number_of(p.x.type, x_bits), dt[j] = number_of(p.dt.type, dt_bits);
-      }
+      for (int j = 0; j < kNumbers; ++j)
+        x[j] = xs.bits(j, first + j * kAtOnce < here), dt[j] = dts.bits(j, first + j * kAtOnce < here);
 #pragma unroll
       for (int j = 0; j < kNumbers; ++j) {
         const int t = first + j * kAtOnce, own = beside(c);
         const float v = tile.halves[0][t][0][own] + tile.halves[1][t][0][own];
         const float l = tile.halves[0][t][1][own] + tile.halves[1][t][1][own], dy = tile.numbers[kDy][t][own];
-        if (t < here) put(p.dx, of_dx + j * kAtOnce * p.dx.stride[1], p.d.data ? fmaf(dt[j], v, d * dy) : dt[j] * v);
+        const float of_x = number_of(p.x.type, x[j]), step = number_of(p.dt.type, dt[j]);
+        if (t < here) dxs.put(j, p.d.data ? fmaf(step, v, d * dy) : step * v);
         float *const terms = tile.terms[t] + c;
-        terms[0] = x[j] * v, terms[kColumns] = l, terms[2 * kColumns] = dy * x[j];
+        terms[0] = of_x * v, terms[kColumns] = l, terms[2 * kColumns] = dy * of_x;
       }
       __syncthreads();
-      add_heads<int, kPiece, Tile::kThreads>(p, tile.terms, at.first + at.of.from + i * kPiece, here, int(at.at_group),
-                                             kColumns, int(at.block));
+      add_heads<int, kPiece, Tile::kThreads>(p, tile.terms, at.first + i * kPiece, here, int(at_group), kColumns,
+                                             int(block));
     };
-    take_wide(tile, count, kept, state, load, read, take, back, finish);
+    take_wide(tile, count, state, [&] { bring_kept(place()); }, load, read, take, back, finish);
   }
 }
 
@@ -231,7 +227,7 @@ __global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
     selective_walks_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
   constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
                 kTokens = checkpoint_tokens(kElements);
-  constexpr int kTurn = 4, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
+  constexpr int kTurn = 8, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
   struct Shared {
     float rows[2][kTokens][kElements];
     float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
@@ -326,7 +322,9 @@ __global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
       const bool more = backwards ? from > 0 : from + kTokens < last;
       __syncthreads();
       if (more) load(backwards ? from - kTokens : from + kTokens);
-      const auto some = [&](int t) {
+#pragma unroll 1
+      for (int t = 0; t < kTokens; t += kTurn) {
+        if (t + kTurn == kTokens && more) store(turn ^ 1);
         if (backwards) {
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, kTokens - 1 - t - of, true);
@@ -334,11 +332,7 @@ __global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, t + of, false);
         }
-      };
-#pragma unroll 1
-      for (int t = 0; t < kTokens - kTurn; t += kTurn) some(t);
-      if (more) store(turn ^ 1);  // not in a loop, which would wait for what it has loaded in its first turn
-      some(kTokens - kTurn);
+      }
       if (backwards && from > 0)
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)

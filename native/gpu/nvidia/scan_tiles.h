@@ -276,14 +276,15 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
 template <int rounds> using SelectiveTile = WideTile<rounds, 3, 2>;
 template <int rounds> using DeltaTile = WideTile<rounds, 3, 1>;
 
-// Takes the `count` tokens of a tile back, before the first of which the states `kept` are, on their way since bring_kept.
+// Takes the `count` tokens of a tile back. The states that are kept before the first are on their way: bring_kept() sets out
+// to bring them again.
 // load(i, back) brings what piece i wants: to be walked forwards, or back, when a token that is not there leaves gradients
 // as they are; read(t) is what take() wants that takes `state` over the piece's token t; back(i, pair, ahead) has `state` as
 // it was before a pair of tokens, of which it has no need when it calls ahead(); finish(i) follows a piece's last pair.
-template <class Tile, int kRounds, class Load, class Read, class Take, class Back, class Finish>
-__device__ __forceinline__ void take_wide(Tile &tile, int count, const float *kept,
-                                          float (&state)[kBackOwn][kRounds][4], const Load &load, const Read &read,
-                                          const Take &take, const Back &back, const Finish &finish) {
+template <class Tile, int kRounds, class Bring, class Load, class Read, class Take, class Back, class Finish>
+__device__ __forceinline__ void take_wide(Tile &tile, int count, float (&state)[kBackOwn][kRounds][4],
+                                          const Bring &bring_kept, const Load &load, const Read &read, const Take &take,
+                                          const Back &back, const Finish &finish) {
   const int last = (count - 1) / kPiece;
   const auto walk = [&](int from, int to) {
 #pragma unroll 1
@@ -306,14 +307,14 @@ __device__ __forceinline__ void take_wide(Tile &tile, int count, const float *ke
       tile.hold(forwards ? i + 1 : 0, state);
     }
     if (!forwards) {
-      if (i == 1 && pairs == 1) tile.bring_kept(kept);
+      if (i == 1 && pairs == 1) bring_kept();
 #pragma unroll 1
       for (int pair = pairs - 1; pair >= 0; --pair) {
         if (pair % 2) walk(2 * pair - 2, 2 * pair);
         back(i, pair, [&] {
           if (pair == 0) return;
           tile.take_held(pair > 2 ? 0 : Tile::before(i), state);
-          if (i == 1 && pair == 1) tile.bring_kept(kept);  // their place is free
+          if (i == 1 && pair == 1) bring_kept();  // their place is free
         });
       }
     }
