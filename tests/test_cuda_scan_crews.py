@@ -1,5 +1,5 @@
-"""The cases of wide scans take every kernel that walks, on the stand-in runtime: which of them a call has follows from
-its tokens and columns, and from a multiprocessor's shared memory.
+"""The cases of wide scans and their gradients take every kernel that walks, on the stand-in runtime: which of them a
+call has follows from its tokens and columns, and from a multiprocessor's shared memory.
 
 PYDET_CUDA_STAND_IN names the library that `make cuda-stand-in` links.
 """
@@ -15,6 +15,7 @@ import pytest
 import capi
 import rows_census
 import test_scan as scans
+import test_scan_backward as gradients
 
 LIBRARY = Path(os.environ.get("PYDET_CUDA_STAND_IN", capi.ROOT / "build" / "libpydet_cuda_stand_in.so"))
 pytestmark = pytest.mark.skipif(
@@ -31,25 +32,56 @@ def operands(name, batch, tokens, heads, width, groups, states, dtype):
         return capi.Tensor(shape=shape, dtype=kind, data=next(places) << 36, device=place)
 
     x, row, one = (batch, tokens, heads, width), (batch, tokens, groups, states), (batch, tokens, heads)
+    if name == "selective_scan_backward":
+        given = [
+            tensor(*x),
+            None,
+            tensor(*x),
+            tensor(*one),
+            tensor(heads, kind=capi.FLOAT32),
+            tensor(*row),
+            tensor(*row),
+        ]
+        results = [tensor(*x), tensor(*one), tensor(batch, heads, kind=capi.FLOAT32), tensor(*row), tensor(*row)]
+        return [*given, None, None, None, *results, None, None]
     if name == "selective_scan":
         given = [tensor(*x), tensor(*one), tensor(heads, kind=capi.FLOAT32), tensor(*row), tensor(*row)]
         return [*given, None, None, None, tensor(*x), None]
     return [tensor(*row), tensor(*row), tensor(*x), tensor(*one), tensor(*one), None, None, tensor(*x), None]
 
 
-@pytest.mark.parametrize("name", ["selective_scan", "gated_delta"])
-def test_every_kernel_that_walks_is_taken(tmp_path, name):
+def options_of(library, name, batch, tokens, heads, width, groups, states):
+    if not name.endswith("backward"):
+        return capi.options("pydet_scan_options", kernel=f"cuda_{name}")
+    size = capi.ffi.new("uint64_t *")
+    assert (
+        library.lib.pydet_selective_scan_backward_workspace(batch, batch * tokens, heads, width, groups, states, size)
+        == 0
+    )
+    workspace = {"workspace": capi.ffi.cast("void *", 31 << 36), "workspace_size": size[0]}
+    return capi.options("pydet_scan_backward_options", kernel=f"cuda_{name}", **workspace)
+
+
+@pytest.mark.parametrize(
+    ("name", "cases", "kernels"),
+    [
+        ("selective_scan", scans.WIDE, "selective_walk_kernel"),
+        ("gated_delta", scans.WIDE, "delta_walk_kernel"),
+        ("selective_scan_backward", gradients.WIDE + gradients.WALKS, "selective_walks_kernel"),
+        ("selective_scan_backward", gradients.WIDE, "selective_tiles_kernel"),
+    ],
+)
+def test_every_kernel_that_walks_is_taken(tmp_path, name, cases, kernels):
     copy = shutil.copy(LIBRARY, tmp_path)
     fake = ctypes.CDLL(str(copy))
     fake.fakecuda_kernels.argtypes = fake.fakecuda_never_launched.argtypes = [ctypes.c_char_p]
     fake.fakecuda_never_launched.restype = ctypes.c_char_p
     for capability in (90, 86):  # 227 KB and 99 KB of shared memory
         library = rows_census.Library(copy, capability)
-        for sizes, dtype in itertools.product(scans.WIDE, ("bf16", "fp32")):
-            given = capi.options("pydet_scan_options", kernel=f"cuda_{name}")
+        for sizes, dtype in itertools.product(cases, ("bf16", "fp32")):
+            given = options_of(library, name, *sizes)
             tensors = operands(name, *sizes, dtype)
             call = getattr(library.lib, f"pydet_{name}")
             assert call(capi.ffi.cast("void *", rows_census.STREAM), *map(capi.pointer, tensors), given) == 0, sizes
-    walks = {"selective_scan": b"selective_walk_kernel", "gated_delta": b"delta_walk_kernel"}[name]
-    assert fake.fakecuda_kernels(walks) > 10
-    assert fake.fakecuda_never_launched(walks) is None
+    assert fake.fakecuda_kernels(kernels.encode()) >= 4
+    assert fake.fakecuda_never_launched(kernels.encode()) is None
