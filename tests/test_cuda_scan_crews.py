@@ -67,7 +67,7 @@ def options_of(library, name, batch, tokens, heads, width, groups, states):
     [
         ("selective_scan", scans.WIDE, "selective_walk_kernel"),
         ("gated_delta", scans.WIDE, "delta_walk_kernel"),
-        ("selective_scan_backward", gradients.WIDE + gradients.WALKS, "selective_walks_kernel"),
+        ("selective_scan_backward", gradients.WIDE, "selective_walks_kernel"),
         ("selective_scan_backward", gradients.WIDE, "selective_tiles_kernel"),
     ],
 )

@@ -37,15 +37,6 @@ WIDE = [
     (1, 35, 1, 33, 1, 256),
     (1, 18, 1, 32, 1, 192),
 ]
-# Columns by which 132 multiprocessors take each of the kernels that walk a selective scan first, besides those of WIDE.
-WALKS = [
-    (1, 40, 67, 32, 1, 128),
-    (1, 33, 133, 32, 1, 128),
-    (1, 35, 166, 32, 1, 128),
-    (1, 34, 67, 32, 1, 256),
-    (1, 66, 67, 32, 1, 64),
-    (1, 65, 67, 32, 1, 32),
-]
 CONV_GRADIENTS = [*CONVOLUTIONS, (2, 1, 3, 5), (1, 3, 34, 64), (0, 4, 3, 2), (1, 0, 4, 3)]
 
 
@@ -95,8 +86,7 @@ def check_wide(functions, name, dtype):
     """Against the CPU's kernels; how many calls."""
     selective = name == "selective_scan_backward"
     maker = scan_of if selective else delta_of
-    cases = WIDE + WALKS if selective else WIDE
-    for number, sizes in enumerate(cases):
+    for number, sizes in enumerate(WIDE):
         batch, _, heads, width, _, states = sizes
         kind = "specials" if number == 3 else "normal"
         given = maker(*sizes, dtype, number, kind=kind)
@@ -117,7 +107,7 @@ def check_wide(functions, name, dtype):
         own = {"cu_seqlens": starts, "return_initial": True}
         dy = data("normal", value.shape, value.dtype, 71)
         same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), ("a pack", states))
-    return len(cases) + len(packs)
+    return len(WIDE) + len(packs)
 
 
 def check_pack(functions, name, given, dtype):

@@ -678,16 +678,14 @@ template <class F> pydet_status with_held_rounds(int64_t states, const F &f) {
   return with_rounds<1, kMostHeldStates>(states, f);
 }
 
-constexpr int64_t kMostGrid = 65535;                   // blocks of a grid in y, and in z
-constexpr int64_t kMostTileTokens = int64_t(1) << 30;  // of a sequence, which are counted in 32 bits
+constexpr int64_t kMostGrid = 65535;  // blocks of a grid in y, and in z
 
 template <class Tile>
-bool tiles_fit(const Device &device, const Sequences &sequences, const ScanWorkspace &workspace, int64_t heads,
-               int64_t width, const Strided &first, const Strided &second) {
+bool tiles_fit(const Device &device, const ScanWorkspace &workspace, int64_t heads, int64_t width, const Strided &first,
+               const Strided &second) {
   return int(sizeof(Tile)) <= gpu_shared_bytes(device.id) && workspace.states == Tile::kElements &&
-         heads <= kMostGrid && heads * width <= INT32_MAX && sequences.tokens <= kMostTileTokens &&
-         reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 && rows_in_pieces(first, workspace.states) &&
-         rows_in_pieces(second, workspace.states);
+         heads <= kMostGrid && heads * width <= INT32_MAX && reinterpret_cast<uintptr_t>(workspace.data) % 16 == 0 &&
+         rows_in_pieces(first, workspace.states) && rows_in_pieces(second, workspace.states);
 }
 
 pydet_status check_blocks(const char *name, int64_t blocks) {
@@ -706,15 +704,15 @@ pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, voi
   where.loaded = loaded;
   return launch(where, kernel, p, blocks);
 }
-// Both walks, by walk(), then the tiles, which are asked for before the walks begin. blocks: of a tile, in x and y.
-template <class Tile, class Problem, class Walk>
-pydet_status launch_apart(const char *name, const Problem &p, const Walk &walk, dim3 blocks,
-                          void (*tile)(Problem, int64_t)) {
+// Both walks, then the tiles, which are asked for before the walks begin. blocks: of a tile, in x and y.
+template <class Tile, class Problem>
+pydet_status launch_apart(const char *name, const Problem &p, void (*walk)(Problem, int64_t), size_t walk_bytes,
+                          dim3 blocks, void (*tile)(Problem, int64_t)) {
   const int64_t tiles = tiles_of(p.sequences, Tile::kTokens), of_tile = int64_t(blocks.x) * blocks.y;
   PYDET_TRY(check_blocks(name, of_tile * tiles));
   if (of_tile * p.sequences.count == 0) return PYDET_OK;
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(walk());
+  PYDET_TRY(launch_back(name, p, 2 * of_tile * p.sequences.count, walk, walk_bytes, false, kWalkThreads));
   blocks.z = unsigned(std::min(tiles, kMostGrid));
   Launch where = {name, static_cast<gpu_stream>(p.stream), blocks, dim3(Tile::kThreads), int(sizeof(Tile))};
   where.loaded = true;
@@ -747,22 +745,10 @@ pydet_status selective_scan_backward(const SelectiveScanBackward &p) {
     if constexpr (kRounds * kScanRound <= kMostOwnRates)
       if (p.each_state) return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, true>, sizeof(Tile));
     if (p.heads / p.groups * p.width % kColumns == 0 &&
-        tiles_fit<Wide>(p.device, p.sequences, p.workspace, p.heads, p.width, p.b, p.c))
-      return launch_apart<Wide>(
-          name, p,
-          [&] {
-            const int64_t columns = p.heads / p.groups * p.width, pieces = 2 * count * p.groups;
-            pydet_status status = PYDET_OK;
-            SelectiveWalks<kRounds>::launch(
-                p.device, p.sequences, pieces, columns, kSelectiveWalkPerState, [&](auto walk) {
-                  using Own = decltype(walk);
-                  status =
-                      launch_back(name, p, pieces * divide_up(columns, int64_t(Own::kColumns)),
-                                  selective_walks_kernel<Own>, sizeof(SelectiveWalkShared<Own>), false, Own::kThreads);
-                });
-            return status;
-          },
-          dim3(unsigned(p.workspace.blocks), unsigned(p.groups)), selective_tiles_kernel<kRounds>);
+        tiles_fit<Wide>(p.device, p.workspace, p.heads, p.width, p.b, p.c))
+      return launch_apart<Wide>(name, p, selective_walks_kernel<kRounds>, 0,
+                                dim3(unsigned(p.workspace.blocks), unsigned(p.groups)),
+                                selective_tiles_kernel<kRounds>);
     return launch_back(name, p, blocks * count, selective_back_kernel<kRounds, false>, sizeof(Tile));
   }));
   PYDET_TRY(add_rows(name, p, p.db, p.dc));
@@ -781,14 +767,9 @@ pydet_status gated_delta_backward(const GatedDeltaBackward &p) {
     using Tile = BackTile<kRounds>;
     if constexpr (kRounds <= kThreadRounds) {
       using Wide = DeltaTile<kRounds>;
-      if (p.width % kColumns == 0 && tiles_fit<Wide>(p.device, p.sequences, p.workspace, p.heads, p.width, p.q, p.k))
-        return launch_apart<Wide>(
-            name, p,
-            [&] {
-              return launch_back(name, p, 2 * blocks * count, delta_walks_kernel<kRounds>, kDeltaWalkBytes<kRounds>,
-                                 false, kWalkThreads);
-            },
-            dim3(unsigned(p.width / kColumns), unsigned(p.heads)), delta_tiles_kernel<kRounds>);
+      if (p.width % kColumns == 0 && tiles_fit<Wide>(p.device, p.workspace, p.heads, p.width, p.q, p.k))
+        return launch_apart<Wide>(name, p, delta_walks_kernel<kRounds>, kDeltaWalkBytes<kRounds>,
+                                  dim3(unsigned(p.width / kColumns), unsigned(p.heads)), delta_tiles_kernel<kRounds>);
     }
     return launch_back(name, p, blocks * count, delta_back_kernel<kRounds>, sizeof(Tile));
   }));

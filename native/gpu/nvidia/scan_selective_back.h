@@ -1,7 +1,6 @@
 // Gradients of the selective scan (NUMERICS.md, "Scans", "Their gradients"): its tiles, and the walks before them.
 #pragma once
 
-#include "gpu/nvidia/scan_crew.h"
 #include "gpu/nvidia/scan_tiles.h"
 
 namespace pydet {
@@ -221,137 +220,87 @@ __global__ void __launch_bounds__(SelectiveTile<rounds>::kThreads, SelectiveTile
   }
 }
 
-// ---- The walks ---------------------------------------------------------------------------------------------------------
-
-// Of a block: kGroups warps walk, whose threads have `own` neighbouring columns of a lane, a slot. kHelpers threads bring the
-// next tile, of a column the tokens that are kAtOnce apart. As scan_crew.h chooses: parts, and blocks side by side, are one.
-template <int rounds, int own, int groups> struct SelectiveWalk {
-  static constexpr int kRounds = rounds, kOwn = own, kGroups = groups, kPart = rounds, kBlocks = 1;
-  static constexpr int kElements = rounds * kScanRound, kTokens = checkpoint_tokens(kElements);
-  static constexpr int kSlots = groups * kTeams, kColumns = kSlots * own, kPairs = (own + 1) / 2 * 2;
-  static constexpr int kWalkers = 32 * groups, kHelpers = 128, kThreads = kWalkers + kHelpers;
-  static constexpr int kAtOnce = kColumns <= 32 ? 4 : kColumns <= 64 ? 2 : 1, kNumbers = kTokens / kAtOnce;
-  static constexpr int kBatch = kNumbers < 8 ? kNumbers : 8, kTurn = own * rounds >= 16 ? 2 : 4;
-  static constexpr int kRowTokens = rounds > 4 ? kTokens / 2 : kTokens;  // whose rows a helper has registers for
-  static_assert(kAtOnce * kColumns <= kHelpers && kTokens % kTurn == 0 && kNumbers % kBatch == 0);
-};
-template <class Own> struct SelectiveWalkShared {
-  float rows[2][Own::kTokens][Own::kElements];
-  float2 pairs[2][Own::kTokens][Own::kSlots][Own::kPairs];  // u or dy, and a decay
-};
-
-// Of the states forwards, which are kept before each tile, and of their gradients backwards, kept behind each but the last.
-template <class Own>
-__global__ void __launch_bounds__(Own::kThreads, 1)
+// The two walks: of the states forwards, which are kept before each tile, and of their gradients backwards, kept behind each
+// but the last. A thread has two columns of a lane.
+template <int kRounds>
+__global__ void __launch_bounds__(kWalkThreads, kRounds > kThreadRounds ? 2 : 3)
     selective_walks_kernel(const __grid_constant__ SelectiveScanBackward p, const __grid_constant__ int64_t blocks) {
-  constexpr int kOwn = Own::kOwn, kRounds = Own::kRounds, kElements = Own::kElements, kTokens = Own::kTokens,
-                kTurn = Own::kTurn, kNumbers = Own::kNumbers, kAtOnce = Own::kAtOnce, kBatch = Own::kBatch;
-  extern __shared__ __align__(16) char shared[];
-  auto &walk = *reinterpret_cast<SelectiveWalkShared<Own> *>(shared);
-  const int of_group = int(p.heads / p.groups * p.width), width = int(p.width);
-  const uint32_t in_group = uint32_t(divide_up(of_group, Own::kColumns)), groups = uint32_t(p.groups);
+  constexpr int kOwn = 2, kWalkers = kWalkThreads, kElements = kRounds * kScanRound,
+                kTokens = checkpoint_tokens(kElements);
+  constexpr int kTurn = 8, kAtOnce = kWalkers / kColumns, kNumbers = kTokens / kAtOnce;
+  struct Shared {
+    float rows[2][kTokens][kElements];
+    float2 numbers[2][kTokens][kColumns];  // u or dy, and a decay
+  };
+  __shared__ __align__(16) Shared shared;
+  const uint32_t in_group = uint32_t(p.workspace.blocks), groups = uint32_t(p.groups),
+                 of_group = uint32_t(p.heads) / groups * uint32_t(p.width);
+  const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn, width = int(p.width);
   const ScanWorkspace workspace = of_rounds<kRounds>(p.workspace);
   for (uint32_t job = blockIdx.x; job < blocks; job += gridDim.x) {
-    const int first = int(job % in_group) * Own::kColumns, group = int(job / in_group % groups);
-    const bool backwards = job / in_group / groups % 2;
-    const int64_t sequence = job / in_group / groups / 2;
+    const uint32_t block = job % in_group, group = job / in_group % groups, outer = job / in_group / groups;
+    const bool backwards = outer % 2;
+    const int64_t sequence = outer / 2;
     const Sequences::Range range = p.sequences.range(sequence);
-    const int tokens = int(range.end - range.begin), last = (tokens - 1) / kTokens * kTokens;  // the last tile
-    // Nothing needs what follows the last tile's first states.
-    const int walked = tokens <= 0 ? 0 : backwards ? last + kTokens : last;
-    if (threadIdx.x >= Own::kWalkers) {
-      const int helper = int(threadIdx.x) - Own::kWalkers, c = helper % Own::kColumns,
-                own_token = helper / Own::kColumns;
-      const bool there = own_token < kAtOnce && first + c < of_group;
-      const int column = group * of_group + (there ? first + c : 0), head = column / width;
-      const Strided &numbers_of = backwards ? p.dy : p.x, &rows_of = backwards ? p.c : p.b;
-      // Of the i-th tile that is walked. An absent token leaves the states as they are, an absent column too.
-      const auto bring = [&](int i, int turn) {
-        const int from = backwards ? last - i : i, left = tokens - from < kTokens ? tokens - from : kTokens;
-        Pieces<Own::kRowTokens, kElements, Own::kHelpers> rows(
-            rows_of, range.batch * rows_of.stride[0] + group * rows_of.stride[2], range.begin + from, helper);
-        rows.load(left);
-        const auto numbers = [&](const Strided &x, int64_t of_column) {
-          return Apart(x,
-                       range.batch * x.stride[0] + (range.begin + from + own_token) * x.stride[1] + head * x.stride[2] +
-                           column % width * of_column,
-                       kAtOnce * x.stride[1]);
-        };
-        const Apart values = numbers(numbers_of, numbers_of.stride[3]), dts = numbers(p.dt, 0);
-        const float a = element(p.a, head * p.a.stride[0]);
-#pragma unroll 1
-        for (int begun = 0; begun < kNumbers; begun += kBatch) {
-          LoadedBits value[kBatch], dt[kBatch];
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            const bool here = there && own_token + (begun + j) * kAtOnce < left;
-            value[j] = values.bits(begun + j, here), dt[j] = dts.bits(begun + j, here);
-          }
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            const int t = own_token + (begun + j) * kAtOnce;
-            const float number = number_of(numbers_of.type, value[j]), step = number_of(p.dt.type, dt[j]);
-            if (own_token < kAtOnce)
-              walk.pairs[turn][t][c / kOwn][c % kOwn] =
-                  there && t < left ? make_float2(backwards ? number : step * number, exp_f32(step * a))
-                                    : make_float2(-0.0f, 1.0f);
-          }
-        }
-        rows.store(&walk.rows[turn][0][0]);
-        if constexpr (Own::kRowTokens < kTokens)
-          rows.load(left - Own::kRowTokens), rows.store(&walk.rows[turn][Own::kRowTokens][0]);
-      };
-      if (walked > 0) bring(0, 0);
-      int turn = 0;
-      for (int i = 0; i < walked; i += kTokens) {
-        __syncthreads();
-        turn ^= 1;
-        if (i + kTokens < walked) bring(i + kTokens, turn);
-      }
-      __syncthreads();
-      continue;
-    }
-
-    const int own = (int(threadIdx.x) / 32 * kTeams + team_of_warp()) * kOwn;
-    const auto there = [&](int k) { return first + own + k < of_group; };
-    const auto of_states = [&](const Strided &x, int k) {
-      const int column = group * of_group + (there(k) ? first + own + k : 0);
-      return sequence * x.stride[0] + column / width * x.stride[1] + column % width * x.stride[2];
-    };
+    const int64_t tokens = range.end - range.begin, begin = range.batch * p.sequences.tokens + range.begin;
+    const int at_group = int(group * of_group + block * kColumns);
+    const Strided &rows_of = backwards ? p.c : p.b, &numbers_of = backwards ? p.dy : p.x;
     const Strided &given = backwards ? p.dfinal : p.initial;
     float state[kOwn][kRounds][kScanLaneElements];
 #pragma unroll
-    for (int k = 0; k < kOwn; ++k)
-      load_states(given, of_states(given, k), given.stride[3], left_of(kElements), there(k) && given.data,
-                  whole_vectors(given, kElements, true), state[k]);
-    // What is kept before a tile has the columns one behind the other, also those of the next block of 32.
-    const int64_t begin = range.batch * p.sequences.tokens + range.begin;
-    const auto keep = [&](int from) {
+    for (int k = 0; k < kOwn; ++k) {
+      const int head = (at_group + own + k) / width, column = (at_group + own + k) % width;
+      load_states(given, sequence * given.stride[0] + head * given.stride[1] + column * given.stride[2],
+                  given.stride[3], left_of(kElements), given.data != nullptr, whole_vectors(given, kElements, true),
+                  state[k]);
+    }
+    const auto keep_own = [&](float *to) {  // the first of a block's columns
 #pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        const int c = first + own + k;
-        if (there(k))
-          keep_at<true>(state[k],
-                        backwards ? gradient_at(workspace, begin + from, group, c / kScanColumns, c % kScanColumns)
-                                  : workspace.states_at(sequence, begin, from, group, 0) + int64_t(c) * kElements,
-                        kElements);
+      for (int k = 0; k < kOwn; ++k) keep_at<true>(state[k], to + (own + k) * kElements, kElements);
+    };
+    float *const first_kept = workspace.states_at(sequence, begin, 0, group, block);
+    const int64_t kept_apart = workspace.groups * workspace.blocks * workspace.block_floats();
+
+    // What a thread brings: rows, and numbers of a column.
+    const int c = int(threadIdx.x) % kColumns, head = (at_group + c) / width, column = (at_group + c) % width;
+    const int first_token = int(threadIdx.x) / kColumns;
+    const float a = element(p.a, head * p.a.stride[0]);
+    const int64_t of_number =
+                      range.batch * numbers_of.stride[0] + head * numbers_of.stride[2] + column * numbers_of.stride[3],
+                  of_dt = range.batch * p.dt.stride[0] + head * p.dt.stride[2],
+                  of_rows = range.batch * rows_of.stride[0] + group * rows_of.stride[2];
+    LoadedBits bits[kNumbers], dt_bits[kNumbers];
+    Pieces<kTokens, kElements, kWalkers> rows(rows_of, of_rows, range.begin);
+    int left = 0;
+    const auto load = [&](int64_t from) {
+      left = tokens - from < kTokens ? int(tokens - from) : kTokens;
+      rows.go_to(rows_of, of_rows, range.begin + from);
+      rows.load(left);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        const int64_t t = range.begin + from + first_token + i * kAtOnce;
+        const bool there = first_token + i * kAtOnce < left;
+        bits[i] = bits_at(numbers_of, of_number + t * numbers_of.stride[1], there);
+        dt_bits[i] = bits_at(p.dt, of_dt + t * p.dt.stride[1], there);
+      }
+    };
+    const auto store = [&](int turn) {
+      rows.store(&shared.rows[turn][0][0]);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        const int t = first_token + i * kAtOnce;
+        const float number = number_of(numbers_of.type, bits[i]), dt = number_of(p.dt.type, dt_bits[i]);
+        // An absent token leaves the states as they are.
+        shared.numbers[turn][t][c] =
+            t < left ? make_float2(backwards ? number : dt * number, exp_f32(dt * a)) : make_float2(-0.0f, 1.0f);
       }
     };
     const auto take = [&](int turn, int t, bool back) {
-      float x[kOwn], decay[kOwn];
-      const float2 *const pairs = walk.pairs[turn][t][own / kOwn];
-#pragma unroll
-      for (int k = 0; k + 1 < kOwn; k += 2) {
-        const float4 two = *reinterpret_cast<const float4 *>(pairs + k);
-        x[k] = two.x, decay[k] = two.y, x[k + 1] = two.z, decay[k + 1] = two.w;
-      }
-      if constexpr (kOwn % 2) {
-        const float2 one = pairs[kOwn - 1];
-        x[kOwn - 1] = one.x, decay[kOwn - 1] = one.y;
-      }
+      const float4 numbers = *reinterpret_cast<const float4 *>(&shared.numbers[turn][t][own]);
+      const float x[kOwn] = {numbers.x, numbers.z}, decay[kOwn] = {numbers.y, numbers.w};
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const float4 row = vector_of(walk.rows[turn][t], r);
+        const float4 row = vector_of(shared.rows[turn][t], r);
 #pragma unroll
         for (int k = 0; k < kOwn; ++k)
 #pragma unroll
@@ -361,12 +310,21 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
           }
       }
     };
+    const int64_t last = (tokens - 1) / kTokens * kTokens;  // the last tile
+    if (tokens > 0 && (backwards || last > 0)) load(backwards ? last : 0), store(0);
     int turn = 0;
-    for (int i = 0; i < walked; i += kTokens, turn ^= 1) {
-      if (!backwards) keep(i);
+    for (int64_t i = 0; tokens > 0 && i <= last; i += kTokens, turn ^= 1) {
+      const int64_t from = backwards ? last - i : i;
+      if (!backwards) {
+        keep_own(first_kept + from / kTokens * kept_apart);
+        if (from == last) break;  // nothing needs what follows
+      }
+      const bool more = backwards ? from > 0 : from + kTokens < last;
       __syncthreads();
+      if (more) load(backwards ? from - kTokens : from + kTokens);
 #pragma unroll 1
       for (int t = 0; t < kTokens; t += kTurn) {
+        if (t + kTurn == kTokens && more) store(turn ^ 1);
         if (backwards) {
 #pragma unroll
           for (int of = 0; of < kTurn; ++of) take(turn, kTokens - 1 - t - of, true);
@@ -375,27 +333,23 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
           for (int of = 0; of < kTurn; ++of) take(turn, t + of, false);
         }
       }
-      if (backwards && i < last) keep(last - i - kTokens);
+      if (backwards && from > 0)
+#pragma unroll
+        for (int k = 0; k < kOwn; ++k)
+          keep_at<true>(state[k], gradient_at(workspace, begin + from - kTokens, group, block, own + k), kElements);
     }
-    if (!backwards && tokens > 0) keep(last);
     if (p.dinitial.data && backwards)
 #pragma unroll
-      for (int k = 0; k < kOwn; ++k)
-        if (there(k))
-          store_states(p.dinitial, of_states(p.dinitial, k), p.dinitial.stride[3], left_of(kElements),
-                       whole_vectors(p.dinitial, kElements, true), state[k]);
+      for (int k = 0; k < kOwn; ++k) {
+        const int of_head = (at_group + own + k) / width, of_column = (at_group + own + k) % width;
+        store_states(
+            p.dinitial,
+            sequence * p.dinitial.stride[0] + of_head * p.dinitial.stride[1] + of_column * p.dinitial.stride[2],
+            p.dinitial.stride[3], left_of(kElements), whole_vectors(p.dinitial, kElements, true), state[k]);
+      }
     __syncthreads();
   }
 }
-
-constexpr int kSelectiveWalkPerState = 2;  // instructions of a state and token
-template <int kRounds>
-struct SelectiveWalks : BestCrew<SelectiveWalkShared, SelectiveWalk<kRounds, 4, 4>, SelectiveWalk<kRounds, 2, 4>> {};
-template <>
-struct SelectiveWalks<4> : BestCrew<SelectiveWalkShared, SelectiveWalk<4, 5, 4>, SelectiveWalk<4, 4, 8>,
-                                    SelectiveWalk<4, 4, 4>, SelectiveWalk<4, 2, 4>> {};
-template <>
-struct SelectiveWalks<8> : BestCrew<SelectiveWalkShared, SelectiveWalk<8, 2, 8>, SelectiveWalk<8, 2, 4>> {};
 
 }  // namespace
 }  // namespace pydet
