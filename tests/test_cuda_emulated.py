@@ -567,7 +567,7 @@ assert device.taken == calls
 
 
 def test_scans_where_shared_memory_is_small():
-    """What walks, and whether 256 states are taken back in tiles, follows from a multiprocessor's memory: here 99 KB."""
+    """What walks, and if 256 states are taken back in tiles, follows from a multiprocessor's memory: here 99 KB."""
     run = run_python("-c", SMALL_SHARED, Path(__file__).parent)
     assert run.returncode == 0, run.stderr
 
