@@ -521,12 +521,14 @@ def test_causal_conv1d(device, kernel, dtype):
 @each("selective_scan")
 def test_wide_selective_scan(device, kernel, dtype):
     scans.check_wide(device, "selective_scan", dtype)
-    assert device.taken == len(scans.WIDE) + 1
+    drawn = scan_gradients.check_drawn(device, "selective_scan", dtype, 12, tokens=40)
+    assert device.taken == len(scans.WIDE) + 1 + drawn
 
 
 @each("selective_scan_backward")
 def test_wide_selective_scan_backward(device, kernel, dtype):
     calls = scan_gradients.check_wide(device, "selective_scan_backward", dtype)
+    calls += scan_gradients.check_drawn(device, "selective_scan_backward", dtype, 12, tokens=40)
     assert device.taken == calls
 
 
@@ -546,7 +548,8 @@ def test_selective_scan_backward(device, kernel, dtype):
 @each("gated_delta")
 def test_wide_gated_delta(device, kernel, dtype):
     scans.check_wide(device, "gated_delta", dtype)
-    assert device.taken == len(scans.WIDE) + 1
+    drawn = scan_gradients.check_drawn(device, "gated_delta", dtype, 12, tokens=40)
+    assert device.taken == len(scans.WIDE) + 1 + drawn
 
 
 SMALL_SHARED = """
@@ -575,6 +578,7 @@ def test_scans_where_shared_memory_is_small():
 @each("gated_delta_backward")
 def test_wide_gated_delta_backward(device, kernel, dtype):
     calls = scan_gradients.check_wide(device, "gated_delta_backward", dtype)
+    calls += scan_gradients.check_drawn(device, "gated_delta_backward", dtype, 12, tokens=40)
     assert device.taken == calls
 
 

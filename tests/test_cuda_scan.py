@@ -17,6 +17,8 @@ HELD = [(2, 300, 4, 64, 2, 128), (1, 70, 300, 1, 1, 16), (1, 40, 5, 128, 5, 256)
 def test_selective_scan(device, kernel, dtype):
     scans.check_selective_scan(device, dtype)
     scans.check_wide(device, "selective_scan", dtype)
+    gradients.check_drawn(device, "selective_scan", dtype, 60)
+    gradients.check_drawn(device, "selective_scan", dtype, 6, seed=1, tokens=1500)
     for number, sizes in enumerate(LONG):
         given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
         scans.same(
@@ -29,6 +31,8 @@ def test_selective_scan(device, kernel, dtype):
 def test_gated_delta(device, kernel, dtype):
     scans.check_gated_delta(device, dtype)
     scans.check_wide(device, "gated_delta", dtype)
+    gradients.check_drawn(device, "gated_delta", dtype, 60)
+    gradients.check_drawn(device, "gated_delta", dtype, 6, seed=1, tokens=1500)
     for number, sizes in enumerate(LONG[:3]):
         given = scans.delta_of(*sizes, dtype, number)
         scans.same(device.gated_delta(*given, return_final=True), pydet.gated_delta(*given, return_final=True), sizes)
@@ -82,6 +86,8 @@ def test_packs(device, kernel, dtype):
 def test_selective_scan_backward(device, kernel, dtype):
     gradients.check_selective_scan_backward(device, dtype)
     gradients.check_wide(device, "selective_scan_backward", dtype)
+    gradients.check_drawn(device, "selective_scan_backward", dtype, 60)
+    gradients.check_drawn(device, "selective_scan_backward", dtype, 6, seed=1, tokens=1500)
     for number, sizes in enumerate(HELD):
         given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
         dy = data("normal", given[0].shape, given[0].dtype, 70)
@@ -95,6 +101,8 @@ def test_selective_scan_backward(device, kernel, dtype):
 def test_gated_delta_backward(device, kernel, dtype):
     gradients.check_gated_delta_backward(device, dtype)
     gradients.check_wide(device, "gated_delta_backward", dtype)
+    gradients.check_drawn(device, "gated_delta_backward", dtype, 60)
+    gradients.check_drawn(device, "gated_delta_backward", dtype, 6, seed=1, tokens=1500)
     for number, sizes in enumerate(HELD[:3]):
         given = scans.delta_of(*sizes, dtype, number)
         dout = data("normal", given[2].shape, given[2].dtype, 70)

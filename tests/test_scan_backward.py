@@ -1,6 +1,7 @@
 """Gradients of scans: every kernel, forced by name, against the reference; cuts and packs; refusals."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -108,6 +109,41 @@ def check_wide(functions, name, dtype):
         dy = data("normal", value.shape, value.dtype, 71)
         same(getattr(functions, name)(dy, *given, **own), getattr(pydet, name)(dy, *given, **own), ("a pack", states))
     return len(WIDE) + len(packs)
+
+
+def check_drawn(functions, name, dtype, count, seed=0, tokens=70):
+    """Sizes, packs and layouts drawn at random, forwards or backwards, against the CPU's kernels; how many calls."""
+    rng = random.Random(f"{name} {dtype} {seed}")
+    selective, backwards = name.startswith("selective_scan"), name.endswith("backward")
+    for number in range(count):
+        states, width = (
+            rng.choice([16, 32, 64, 96, 128, 128, 192, 256, 256]),
+            rng.choice([1, 8, 16, 32, 33, 48, 64, 96]),
+        )
+        groups, most = rng.choice([1, 1, 2, 3]), rng.randint(1, tokens)
+        starts = (
+            sorted([0, most, *(rng.randint(0, most) for _ in range(rng.randint(0, 5)))]) if rng.random() < 0.4 else None
+        )
+        batch = 1 if starts else rng.randint(1, 3)
+        sizes = batch, most, groups * rng.choice([1, 2, 3]), width, groups, states
+        each = {"each_state": states <= 128 and rng.random() < 0.2} if selective else {}
+        given = list((scan_of if selective else delta_of)(*sizes, dtype, number, **each))
+        value, rows = (0, [3, 4]) if selective else (2, [0, 1])
+        for i in [value, *rows]:
+            if rng.random() < 0.2:  # columns, or rows, that lie apart
+                given[i] = np.concatenate([given[i]] * 2, -1)[..., : given[i].shape[-1]]
+        if selective and rng.random() < 0.3:
+            given[5] = None
+        shape = (len(starts) - 1 if starts else batch, sizes[2], *((width, states) if selective else (states, width)))
+        own = {"cu_seqlens": np.array(starts, rng.choice([np.int32, np.int64]))} if starts else {}
+        own |= {"return_initial" if backwards else "return_final": True}
+        own |= {x: states_of(*shape, seed=i) for i, x in enumerate(("initial", "dfinal")) if rng.random() < 0.5}
+        dy = [data("normal", given[value].shape, given[value].dtype, 70)] if backwards else []
+        if not backwards:
+            own.pop("dfinal", None)
+        want = getattr(pydet, name)(*dy, *given, **own)
+        same(getattr(functions, name)(*dy, *given, **own), want, (sizes, each, starts, number))
+    return count
 
 
 def check_pack(functions, name, given, dtype):

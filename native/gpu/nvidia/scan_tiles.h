@@ -87,6 +87,7 @@ __device__ __forceinline__ void keep_at(const float (&state)[kRounds][4], float 
         if (state_of(r, i) < states) own[r * kScanRound + i] = state[r][i];
   }
 }
+
 constexpr int kThreadRounds = 4;  // of 32 states, beyond which registers spill
 constexpr int kWalkThreads = 128, kBackOwn = 4, kPiece = 8;
 
@@ -275,12 +276,14 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
 };
 template <int rounds> using SelectiveTile = WideTile<rounds, 3, 2>;
 template <int rounds> using DeltaTile = WideTile<rounds, 3, 1>;
+// What a multiprocessor of sm_90 has, of which a block takes 1 KB besides its own.
+static_assert(SelectiveTile<4>::kBlocks * (sizeof(SelectiveTile<4>) + 1024) <= 228 * 1024 &&
+              SelectiveTile<8>::kBlocks * (sizeof(SelectiveTile<8>) + 1024) <= 228 * 1024);
 
-// Takes the `count` tokens of a tile back. The states that are kept before the first are on their way: bring_kept() sets out
-// to bring them again.
-// load(i, back) brings what piece i wants: to be walked forwards, or back, when a token that is not there leaves gradients
-// as they are; read(t) is what take() wants that takes `state` over the piece's token t; back(i, pair, ahead) has `state` as
-// it was before a pair of tokens, of which it has no need when it calls ahead(); finish(i) follows a piece's last pair.
+// Takes the `count` tokens of a tile back. The states before the first are on their way; bring_kept() sets out to bring them
+// again. load(i, back) brings what piece i wants to be walked forwards or back, where an absent token leaves gradients as
+// they are. read(t) is what take() wants that takes `state` over the piece's token t. back(i, pair, ahead) has `state` as it
+// was before a pair of tokens, and no need of it when it calls ahead(). finish(i) follows a piece's last pair.
 template <class Tile, int kRounds, class Bring, class Load, class Read, class Take, class Back, class Finish>
 __device__ __forceinline__ void take_wide(Tile &tile, int count, float (&state)[kBackOwn][kRounds][4],
                                           const Bring &bring_kept, const Load &load, const Read &read, const Take &take,
