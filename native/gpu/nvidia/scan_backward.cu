@@ -695,15 +695,14 @@ pydet_status check_blocks(const char *name, int64_t blocks) {
 }
 template <class Problem>
 pydet_status launch_back(const char *name, const Problem &p, int64_t blocks, void (*kernel)(Problem, int64_t),
-                         size_t bytes, bool loaded = false, int threads = kThreads) {
+                         size_t bytes, int threads = kThreads) {
   if (blocks == 0) return PYDET_OK;
   PYDET_TRY(check_blocks(name, blocks));
   Launch where = {name, static_cast<gpu_stream>(p.stream), dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)),
-                  dim3(unsigned(threads))};
-  where.shared_bytes = bytes;
-  where.loaded = loaded;
+                  dim3(unsigned(threads)), int(bytes)};
   return launch(where, kernel, p, blocks);
 }
+
 // Both walks, then the tiles, which are asked for before the walks begin. blocks: of a tile, in x and y.
 template <class Tile, class Problem>
 pydet_status launch_apart(const char *name, const Problem &p, void (*walk)(Problem, int64_t), size_t walk_bytes,
@@ -712,7 +711,7 @@ pydet_status launch_apart(const char *name, const Problem &p, void (*walk)(Probl
   PYDET_TRY(check_blocks(name, of_tile * tiles));
   if (of_tile * p.sequences.count == 0) return PYDET_OK;
   PYDET_TRY(load(name, tile, sizeof(Tile)));
-  PYDET_TRY(launch_back(name, p, 2 * of_tile * p.sequences.count, walk, walk_bytes, false, kWalkThreads));
+  PYDET_TRY(launch_back(name, p, 2 * of_tile * p.sequences.count, walk, walk_bytes, kWalkThreads));
   blocks.z = unsigned(std::min(tiles, kMostGrid));
   Launch where = {name, static_cast<gpu_stream>(p.stream), blocks, dim3(Tile::kThreads), int(sizeof(Tile))};
   where.loaded = true;

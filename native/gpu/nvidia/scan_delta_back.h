@@ -168,18 +168,9 @@ __global__ void __launch_bounds__(DeltaTile<rounds>::kThreads, DeltaTile<rounds>
             }
             gradient[k][r][i] = g;
           }
-#pragma unroll
-          for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-              const float(&f)[kBackOwn] = terms[j][which];
-              columns[j][which][i] = (f[0] + f[2]) + (f[1] + f[3]);
-            }
+          Tile::sum_columns(terms, i, columns);
         }
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-          for (int which = 0; which < 2; ++which) tile.leave(j, which, r, columns[j][which]);
+        tile.leave(r, columns);
         if (r % Tile::kJoined == Tile::kJoined - 1) {
           tile.read_parts(s);
           if (r < kRounds - 1) tile.add_parts(s, there, to + (r + 1 - Tile::kJoined) * kScanRound);

@@ -202,10 +202,27 @@ struct WideTile : HandedSums<rounds <= kThreadRounds ? 1 : rounds / kThreadRound
 #pragma unroll
         for (int i = 0; i < 4; ++i) gradient[k][r][i] = given(set() + 8 * k, r * kScanRound + first_state() + i);
   }
-  // Leaves this thread's sums over its columns of four states of round r, of the pair's token j.
-  __device__ __forceinline__ void leave(int j, int which, int r, const float (&sum)[4]) {
-    parts[warp()][(2 * j + which) * kJoined + r % kJoined][quad() * kLane + set()] =
-        make_float4(sum[0], sum[1], sum[2], sum[3]);
+  // The sums over this thread's columns of the i-th element of a round: of each token's and sum's terms.
+  static __device__ __forceinline__ void sum_columns(const float (&terms)[2][2][kBackOwn], int i,
+                                                     float (&columns)[2][2][4]) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const float(&f)[kBackOwn] = terms[j][which];
+        columns[j][which][i] = (f[0] + f[2]) + (f[1] + f[3]);
+      }
+  }
+  // Leaves this thread's sums over its columns of four states of round r, of both tokens of a pair.
+  __device__ __forceinline__ void leave(int r, const float (&columns)[2][2][4]) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const float(&sum)[4] = columns[j][which];
+        parts[warp()][(2 * j + which) * kJoined + r % kJoined][quad() * kLane + set()] =
+            make_float4(sum[0], sum[1], sum[2], sum[3]);
+      }
   }
   // Adds up what the warp's threads left, in two steps: a thread has four states of a sum and a token of the pair, own_token().
   // Where the workspace wants them of the tile's first pair and first rounds.
