@@ -9,6 +9,8 @@ from cases import assert_same_bits, data
 from test_cuda import device, each, torch  # noqa: F401
 
 LONG = [(2, 300, 4, 64, 2, 128), (1, 40, 5, 128, 5, 256), (1, 17, 2, 40, 1, 512), (1, 70, 300, 1, 1, 16)]
+# Of gradients' tiles: more than a grid is deep, and more heads than it is high, which go another way.
+MANY = [(70000, 2, 1, 32, 1, 32), (1, 1, 66000, 32, 1, 32)]
 # What a gradient takes: up to 256 states, and 128 of them with a decay each.
 HELD = [(2, 300, 4, 64, 2, 128), (1, 70, 300, 1, 1, 16), (1, 40, 5, 128, 5, 256), (1, 90, 3, 33, 1, 100)]
 
@@ -88,8 +90,8 @@ def test_selective_scan_backward(device, kernel, dtype):
     gradients.check_wide(device, "selective_scan_backward", dtype)
     gradients.check_drawn(device, "selective_scan_backward", dtype, 60)
     gradients.check_drawn(device, "selective_scan_backward", dtype, 6, seed=1, tokens=1500)
-    for number, sizes in enumerate(HELD):
-        given = scans.scan_of(*sizes, dtype, number, each_state=bool(number % 2))
+    for number, sizes in enumerate(HELD + MANY):
+        given = scans.scan_of(*sizes, dtype, number, each_state=sizes in HELD and bool(number % 2))
         dy = data("normal", given[0].shape, given[0].dtype, 70)
         got, want = (f.selective_scan_backward(dy, *given, return_initial=True) for f in (device, pydet))
         scans.same(got, want, sizes)
@@ -103,7 +105,7 @@ def test_gated_delta_backward(device, kernel, dtype):
     gradients.check_wide(device, "gated_delta_backward", dtype)
     gradients.check_drawn(device, "gated_delta_backward", dtype, 60)
     gradients.check_drawn(device, "gated_delta_backward", dtype, 6, seed=1, tokens=1500)
-    for number, sizes in enumerate(HELD[:3]):
+    for number, sizes in enumerate(HELD[:3] + MANY):
         given = scans.delta_of(*sizes, dtype, number)
         dout = data("normal", given[2].shape, given[2].dtype, 70)
         got, want = (f.gated_delta_backward(dout, *given, return_initial=True) for f in (device, pydet))

@@ -63,15 +63,15 @@ def options_of(library, name, batch, tokens, heads, width, groups, states):
 
 
 @pytest.mark.parametrize(
-    ("name", "cases", "kernels"),
+    ("name", "cases", "kernels", "least"),
     [
-        ("selective_scan", scans.WIDE, "selective_walk_kernel"),
-        ("gated_delta", scans.WIDE, "delta_walk_kernel"),
-        ("selective_scan_backward", gradients.WIDE, "selective_walks_kernel"),
-        ("selective_scan_backward", gradients.WIDE, "selective_tiles_kernel"),
+        ("selective_scan", scans.WIDE, "selective_walk_kernel", 11),
+        ("gated_delta", scans.WIDE, "delta_walk_kernel", 11),
+        ("selective_scan_backward", gradients.WIDE, "selective_walks_kernel", 4),
+        ("selective_scan_backward", gradients.WIDE, "selective_tiles_kernel", 4),
     ],
 )
-def test_every_kernel_that_walks_is_taken(tmp_path, name, cases, kernels):
+def test_every_kernel_that_walks_is_taken(tmp_path, name, cases, kernels, least):
     copy = shutil.copy(LIBRARY, tmp_path)
     fake = ctypes.CDLL(str(copy))
     fake.fakecuda_kernels.argtypes = fake.fakecuda_never_launched.argtypes = [ctypes.c_char_p]
@@ -83,5 +83,5 @@ def test_every_kernel_that_walks_is_taken(tmp_path, name, cases, kernels):
             tensors = operands(name, *sizes, dtype)
             call = getattr(library.lib, f"pydet_{name}")
             assert call(capi.ffi.cast("void *", rows_census.STREAM), *map(capi.pointer, tensors), given) == 0, sizes
-    assert fake.fakecuda_kernels(kernels.encode()) >= 4
+    assert fake.fakecuda_kernels(kernels.encode()) >= least
     assert fake.fakecuda_never_launched(kernels.encode()) is None
