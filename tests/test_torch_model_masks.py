@@ -300,3 +300,26 @@ def test_checkpointed(reentrant):
         model.gradient_checkpointing_disable()
         for got, want in zip(*found, strict=True):
             same(got, want)
+
+
+def test_sums_that_accumulate_in_a_compiled_model():
+    """Linear layers leave the graph, so that masks come into graphs and pydet's operators."""
+    ids, mask = tokens()
+    model, want = (made("llama", "pydet", num_hidden_layers=1) for _ in range(2))
+    torch._dynamo.reset()
+    for each, call in ((model, torch.compile(model, backend="eager")), (want, want)):
+        pt.convert(each)
+        pt.accumulate_gradients(each)
+        call(ids, attention_mask=mask, use_cache=False)[0].square().sum().backward()
+    for got, parameter in zip(model.parameters(), want.parameters(), strict=True):
+        same(got.main_grad, parameter.main_grad)
+
+
+@pytest.mark.parametrize("family, padded", [("llama", False), ("gpt_neox_japanese", True)])
+def test_exported(family, padded):
+    """Of tensors without memory, where a model asks for attention and where its code adds the mask."""
+    ids, mask = tokens()
+    model, how = made(family, "pydet", num_hidden_layers=1), {"use_cache": False, "return_dict": False}
+    how |= {"attention_mask": mask} if padded else {}
+    found = torch.export.export(model, (ids,), how, strict=False)
+    same(found.module()(ids, **how)[0], model(ids, **how)[0])

@@ -63,6 +63,8 @@ class Mask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _SAYS and func not in _VIEWS:
                 return func(*args, **kwargs)
+            if _is_pydets(func):  # in a graph, where elements_of() above it was traced, and is done again
+                return func(*elements_of(args), **{key: elements_of(x) for key, x in kwargs.items()})
             if name == "to" and any(isinstance(x, Tensor | torch.dtype) for x in (*args[1:], *kwargs.values())):
                 return _refuse(name)
             if name in _SAME and type(args[0]) in (Causal, All):
@@ -96,11 +98,31 @@ class Given(Mask):
     elements: Tensor
 
 
+class Traced(Given):
+    """That of tensors without memory, as torch.export has them, which cannot be made a class of ours. It has none."""
+
+    @staticmethod
+    def __new__(cls, elements: Tensor) -> Traced:
+        how = {"dtype": torch.bool, "device": elements.device}
+        found: Traced = torch.Tensor._make_wrapper_subclass(cls, elements.shape, **how)  # type: ignore[attr-defined]
+        found.elements = elements
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _refuse(func.__name__)
+
+
 def say(kind: type[Mask], shape: tuple[int, ...], device: Any) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(kind)
+    one = torch.ones((), dtype=torch.bool, device=device).expand(shape)
+    if type(one) is Tensor:
+        return one.as_subclass(kind)
+    return Traced(one.tril() if kind is Causal else one)
 
 
 def given(elements: Tensor) -> Tensor:
+    if type(elements) is not Tensor:
+        return Traced(elements)
     if torch.compiler.is_compiling():  # whose tensors have no attributes
         return elements.as_subclass(Mask)
     mask = say(Given, tuple(elements.shape), elements.device)
@@ -121,6 +143,10 @@ def elements_of(x: Any) -> Any:
             return torch.ops.aten.alias(x)
         rows = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
         return rows.expand(x.shape)
+
+
+def _is_pydets(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "pydet"
 
 
 def _wrapped(x: Any, name: str) -> Any:
