@@ -291,6 +291,50 @@ def test_what_is_left_to_pytorch_is_named_by_what_it_calls():
     assert "middle" not in pt.check(model, tokens()).left, "a product of one number is no sum"
 
 
+class Calls(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+F = torch.nn.functional
+SUMS = {  # by what PyTorch's operator is called
+    "_trilinear": lambda x: F.bilinear(x, x, torch.ones(2, 8, 8)),
+    "_embedding_bag_forward_only": lambda x: F.embedding_bag(torch.arange(4).expand(len(x), 4), torch.ones(4, 8)),
+    "_fft_r2c": torch.fft.rfft,
+    "_fft_c2c": lambda x: torch.fft.fft2(x).real,
+    "_euclidean_dist": lambda x: torch.cdist(x.expand(-1, 30, -1), x.expand(-1, 30, -1) + 1),
+    "linalg_inv_ex": lambda x: torch.linalg.inv(torch.eye(8) + x * x.mT / 99),
+    "_linalg_solve_ex": lambda x: torch.linalg.solve(torch.eye(8) + x * x.mT / 99, x.mT),
+    "avg_pool3d": lambda x: F.avg_pool3d(x.view(-1, 1, 2, 2, 2), 2),
+    "_adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x.view(-1, 1, 2, 2, 2), (1, 1, 2)),
+    "upsample_linear1d": lambda x: F.interpolate(x, scale_factor=2.0, mode="linear"),
+    "segment_reduce": lambda x: torch.segment_reduce(x.mT, "sum", lengths=torch.full((len(x), 1), 8), axis=1),
+    "index_put_, which accumulates": lambda x: torch.zeros(len(x)).index_put_(
+        (torch.arange(len(x)),), x[:, 0, 0], True
+    ),
+    "glu, by place on a CPU": F.glu,
+    "celu, by place on a CPU": F.celu,
+    "pow, by place on a CPU": lambda x: x.abs() ** 1.7,
+    "sinh, by place on a CPU": torch.sinh,
+    "cosh, by place on a CPU": torch.cosh,
+    "atan2, by place on a CPU": lambda x: torch.atan2(x, x + 1),
+    "logaddexp, by place on a CPU": lambda x: torch.logaddexp(x, 2 * x),
+    "mul, by place on a CPU": lambda x: torch.view_as_real(torch.complex(x, x) * torch.complex(x, x)),
+    "": lambda x: x**2 + torch.where(x > 0, x, 2.0).index_put((torch.arange(1),), x[:1]),  # nothing of the kind
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_and_functions_of_a_place_are_named(name):
+    found = pt.check(torch.nn.Sequential(torch.nn.Linear(8, 8), Calls(SUMS[name])), normal(3, 1, 8))
+    assert found.left == ({"1": f"Calls calls {name}"} if name else {}) and found.may_vary == list(found.left)
+    assert ("In others it may: 1 modules call" in found.verdict()) == (bool(name) and not found.elements[0])
+
+
 def test_results_without_rows_are_named():
     class Statistics(torch.nn.Module):
         def forward(self, x):

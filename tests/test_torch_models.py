@@ -251,6 +251,24 @@ def test_training_with_the_attention(transformers):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_compiled_gradients(transformers):
+    """Inductor's in fp32, from given gradients of the logits, on one thread: on several it adds an embedding's tokens by
+    atomics. Its gradient of PyTorch's loss is by another formula."""
+    model = build(transformers)
+    model.set_attn_implementation("pydet")
+    pt.convert(model)
+    del model.model.layers[1]
+    torch._dynamo.reset()
+    compiled, found, ids = torch.compile(model, options={"emulate_precision_casts": True}), [], tokens(3)
+    dy = torch.randn(*ids.shape, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    for call in (compiled, model):
+        model.zero_grad()
+        call(ids, use_cache=False).logits.backward(dy)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert len(found[0]) == 12
+    assert [name for name, x in found[0].items() if differing(x, found[1][name])] == []
+
+
 def test_what_the_attention_refuses(transformers):
     model = build(transformers).train()
     model.set_attn_implementation("pydet")

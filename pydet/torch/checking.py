@@ -29,17 +29,22 @@ _PRODUCTS = {
     *("_addmm_activation", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_int_mm"),
 }
 _SUMS = {
-    *("sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "prod", "norm", "linalg_vector_norm"),
+    *("sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "prod", "norm", "trace", "dist", "renorm"),
     *("cumsum", "cumprod", "logcumsumexp", "logsumexp", "_softmax", "softmax", "_log_softmax", "index_add"),
     *("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm"),
-    *("_native_batch_norm_legit_no_training", "scatter_add", "scatter_reduce", "avg_pool2d", "_adaptive_avg_pool2d"),
-    *("cudnn_batch_norm", "miopen_batch_norm", "index_add_", "cumsum_", "scatter_add_", "cumprod_"),
+    *("_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm", "_weight_norm_interface"),
+    *("scatter_add", "scatter_reduce", "index_reduce", "segment_reduce", "col2im", "unfold_backward"),
+    *("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_trilinear", "conv_tbc"),
+    *("_euclidean_dist", "_cdist_forward", "_pdist_forward", "_sparse_addmm", "cholesky_solve"),
 }
 _BY_PLACE = {
-    *("silu", "gelu", "sigmoid", "softplus", "elu", "mish", "exp2", "rsqrt", "log_sigmoid_forward", "hardswish"),
+    *("silu", "gelu", "sigmoid", "softplus", "elu", "celu", "glu", "mish", "exp2", "rsqrt", "log_sigmoid_forward"),
+    *("hardswish", "sinh", "cosh", "atanh", "atan2", "logaddexp", "logaddexp2", "ldexp", "special_i0e"),
 }
+_NOT_BY_PLACE = (-2, -1, 0, 0.5, 1, 2, 3)  # exponents of pow
 _KERNELS = (  # by how their names begin
     *("_scaled_dot_product", "flash_", "_flash_", "_efficient_", "convolution", "_convolution", "mkldnn", "_cudnn"),
+    *("_embedding_bag", "_fft_", "linalg_", "_linalg_", "grid_sampler", "upsample_", "_upsample_"),
 )
 _RECURRENT = ("rnn", "lstm", "gru", "_thnn")
 _COPIES = {"embedding": "embedding, which copies rows", "topk": "topk, which chooses", "sort": "sort, which chooses"}
@@ -395,28 +400,43 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         space, name = function.namespace, function.overloadpacket.__name__
-        if (what := _left(space, name, args, result)) is not None:
+        if (what := _left(space, name, args, kwargs or {}, result)) is not None:
             self.seen[self.watched.stack[-1][0] if self.watched.stack else ""][what] += 1
         return result
 
 
-def _left(space: str, name: str, args: Sequence[Any], result: Any) -> str | None:
+def _left(space: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> str | None:
     """The name of an operator whose bits are PyTorch's to choose; None of others, and of what is taken over."""
     if space in _OWN:
         return None
     if space != "aten":
         return f"{space}::{name}"
-    floats = any(x.is_floating_point() and x.numel() for x in _tensors(result))
+    floats = any((x.is_floating_point() or x.is_complex()) and x.numel() for x in _tensors(result))
     if not floats or (override.is_active() and override.takes_over(name)):
         return None
+    of = name.rstrip("_")
     if name in _PRODUCTS:
         left = args[-2] if len(args) > 1 and isinstance(args[-2], Tensor) else args[0]
         return None if isinstance(left, Tensor) and left.dim() and left.shape[-1] == 1 else name  # one product: no sum
-    if name in _SUMS or name.startswith(_KERNELS) or any(x in name for x in _RECURRENT):
+    if of in _SUMS or any(x in name for x in _RECURRENT) or (name.startswith(_KERNELS) and "nearest" not in name):
         return name
-    if name.rstrip("_") in _BY_PLACE and any(x.device.type == "cpu" for x in _tensors(args)):
+    if of in ("index_put", "put") and (kwargs.get("accumulate") or args[3:4] == (True,)):
+        return f"{name}, which accumulates"
+    if any(x.device.type == "cpu" for x in _tensors(args)) and _by_place(of, args, kwargs):
         return f"{name}, by place on a CPU"
     return _COPIES.get(name)
+
+
+def _by_place(of: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether PyTorch has two formulas for an operator on a CPU: in vectors, and for the rest of a thread's share."""
+    if of in ("add", "sub", "rsub"):
+        small = all(x.dtype in (torch.bfloat16, torch.float16) for x in _tensors(args))
+        return small and kwargs.get("alpha", 1) != 1
+    if of in ("mul", "div", "angle"):
+        return any(x.is_complex() for x in _tensors(args))
+    if of == "pow":
+        return isinstance(args[1], Tensor) or args[1] not in _NOT_BY_PLACE
+    return of in _BY_PLACE
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
@@ -438,6 +458,7 @@ class Check:
         first: the name of the first module in that order whose result varies; None if none does.
         made_by: what makes it vary, in a few words.
         left: the modules whose own code calls operators that PyTorch computes, and which.
+        may_vary: those of them whose operators sum or depend on an element's place, and do not only copy or choose.
         skipped: the modules whose results could not be compared by rows, and why.
         notes: what else there is to say.
     """
@@ -452,6 +473,7 @@ class Check:
     first: str | None = None
     made_by: str = ""
     left: dict[str, str] = field(default_factory=dict)
+    may_vary: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rounding: float = 0.0  # the largest difference that is taken for rounding
@@ -498,6 +520,8 @@ class Check:
             what.append(f"No element of {self.elements[1]} varies in this batch, but within the model {inner}.")
         else:
             what.append(f"In this batch no element of {self.elements[1]} varies, nor within the modules.")
+        if self.may_vary and self.elements[1] and not self.elements[0]:
+            what.append(f"In others it may: {len(self.may_vary)} modules call sums and the like of PyTorch's (left).")
         if self.difference is None:
             what.append("It was not compared with stock.")
         elif self.differs:
@@ -644,6 +668,7 @@ def check(model: torch.nn.Module, batch: Any, *, stock: torch.nn.Module | None =
             for name, seen in operators.seen.items()
             if seen and (kind := type(model.get_submodule(name)).__qualname__)
         }
+        found.may_vary = [name for name, seen in operators.seen.items() if set(seen) - set(_COPIES.values())]
         if any(isinstance(module, Fp8Linear | Fp8Experts) for module in model.modules()):
             found.rounding_of = torch.finfo(torch.float8_e4m3fn).eps
         found.rows, found.notes = read.rows, found.notes + read.notes

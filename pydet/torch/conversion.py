@@ -26,7 +26,7 @@ from pydet.torch.rotations import turning_class
 from pydet.torch.stock import PYDET, become, derived, remember
 
 # PyTorch's, on a CPU. Of those that are functions in a model's own code override_aten() takes over the first four.
-_BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "mish", "exp2", "rsqrt")
+_BY_PLACE = ("silu", "gelu", "sigmoid", "softplus", "elu", "selu", "celu", "glu", "mish", "exp2", "rsqrt", "pow")
 _TRANSFORMERS_ACTIVATIONS = {
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
