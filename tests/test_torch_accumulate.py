@@ -109,6 +109,37 @@ def test_what_keeps_grad_is_named():
     assert "  odd.weight of Embedding: 0 gradients came to its grad" in str(found)
 
 
+def test_embeddings_whose_rows_a_batch_may_share_are_named(transformers):
+    config = transformers.T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config)
+    pt.convert(model)
+    found = pt.accumulate_gradients(model)
+    bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert set(found.spread) == {f"encoder.{bias}", f"decoder.{bias}"} and not found.outside
+    assert f"  decoder.{bias} of Embedding: rows that a batch shares are summed over it before" in str(found)
+
+
+@pytest.mark.parametrize("kind", [pt.RMSNorm, pt.LayerNorm])
+def test_heads_ahead_of_tokens_in_a_pack(kind):
+    """As queries of Gemma 3 come to their norm: sequences in a row have the bits of one by one."""
+    torch.manual_seed(0)
+    tokens, heads = pydet.DWEIGHT_ROWS, 3
+    net, want = (kind(8) for _ in range(2))
+    x, dy = (normal(2, tokens, heads, 8, seed=seed) for seed in (0, 1))
+    for norm in (net, want):
+        pt.accumulate_gradients(norm)
+    together = x.view(1, -1, heads, 8).transpose(1, 2).requires_grad_()
+    net(together).backward(dy.view(1, -1, heads, 8).transpose(1, 2))
+    for i in range(2):
+        one = x[i : i + 1].transpose(1, 2).requires_grad_()
+        want(one).backward(dy[i : i + 1].transpose(1, 2).contiguous())
+        same(torch.autograd.grad(kind(8)(one), one, dy[i : i + 1].transpose(1, 2))[0], one.grad)
+        same(together.grad[:, :, i * tokens : (i + 1) * tokens], one.grad)
+    for p, q in zip(net.parameters(), want.parameters(), strict=True):
+        assert p.main_grad.any()
+        same(p.main_grad, q.main_grad)
+
+
 # ---- Wrappers that reduce grad ---------------------------------------------------------------------------------------
 
 

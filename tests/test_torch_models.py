@@ -252,7 +252,7 @@ def test_training_with_the_attention(transformers):
 
 
 def test_compiled_gradients(transformers):
-    """Inductor's in fp32, from given gradients of the logits, on one thread: on several it adds an embedding's tokens by
+    """Inductor's in fp32, from given gradients of the logits, on one thread: on several it adds the embedding's by
     atomics. Its gradient of PyTorch's loss is by another formula."""
     model = build(transformers)
     model.set_attn_implementation("pydet")

@@ -185,6 +185,19 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _by_place(x: torch.Tensor) -> list[int]:
+    """The dimensions of x that are not its rows, in the order in which they lie in memory. Heads that stand before
+    tokens, as in ``view(B, T, H, D).transpose(1, 2)``, lie behind them: so the rows of a token are together, and those
+    of a pack in the order that sequences have one by one."""
+    return sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim))
+
+
+def _like(rows: torch.Tensor, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Rows that are in this order, in the shape of x."""
+    found = rows.view(*(x.shape[dim] for dim in order), x.shape[-1])
+    return found.permute(*(order.index(dim) for dim in range(len(order))), -1)
+
+
 def _read(ctx: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     """What backward multiplies by, if it will: saved with x, so that PyTorch refuses one that was written meanwhile."""
     return parameter if ctx.needs_input_grad[0] else None
@@ -379,9 +392,11 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, rstd, factors), weight = ctx.saved_tensors, ctx.weight
         into = {"dweight": main_grad(weight), "accumulate": True} if weight.requires_grad else {}
-        operands = (_rows(dy), _rows(x), factors.detach(), rstd.view(-1))
+        order = _by_place(x)
+        rows = [_rows(part.permute(*order, -1)) for part in (dy, x)]
+        operands = (*rows, factors.detach(), rstd.view(x.shape[:-1]).permute(order).reshape(-1))
         dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
-        return dx.view(x.shape), None, None, None
+        return _like(dx, x, order), None, None, None
 
 
 class AccumulatingLayerNorm(torch.autograd.Function):
@@ -411,6 +426,8 @@ class AccumulatingLayerNorm(torch.autograd.Function):
         if bias is not None and bias.requires_grad:
             into["dbias"] = main_grad(bias)
         factors = read.detach() + ctx.weight_offset if ctx.weight_offset else read.detach()
-        operands = (_rows(dy), _rows(x), factors, mean.view(-1), rstd.view(-1))
-        dx, *_ = pydet.layernorm_backward(*operands, **into, has_bias=False, accumulate=bool(into))
-        return dx.view(x.shape), None, None, None, None
+        order = _by_place(x)
+        rows = [_rows(part.permute(*order, -1)) for part in (dy, x)]
+        moments = [part.view(x.shape[:-1]).permute(order).reshape(-1) for part in (mean, rstd)]
+        dx, *_ = pydet.layernorm_backward(*rows, factors, *moments, **into, has_bias=False, accumulate=bool(into))
+        return _like(dx, x, order), None, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import Counter
@@ -271,11 +272,21 @@ class Accumulating(list[torch.nn.Parameter]):
         outside: the names of the other parameters that are trained, whose gradients go to ``grad``, each with the class
             of its module: convolutions, norms of other formulas, whatever is not pydet's.
         arrived: how often each of these got a gradient, which micro-batches add in its own type.
+        spread: the names of embeddings that are not the model's input embeddings, as of positions, and T5's
+            ``relative_attention_bias``, each with its class. Where such rows are made once for a whole batch, PyTorch
+            sums over the batch before they come here, and micro-batches have other bits than one batch: give
+            ``position_ids`` for each row. Of ``relative_attention_bias`` it is always so.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], outside: dict[str, tuple[str, Any]]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        outside: dict[str, tuple[str, Any]],
+        spread: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(parameters)
         self.outside = {name: kind for name, (kind, _) in outside.items()}
+        self.spread = spread or {}
         self.arrived: Counter[str] = Counter()
         for name, (_, parameter) in outside.items():
             count = functools.partial(_count, self.arrived, name)
@@ -285,11 +296,27 @@ class Accumulating(list[torch.nn.Parameter]):
         lines = [f"{len(self)} parameters have a main_grad, {len(self.outside)} keep their grad"]
         for name, kind in self.outside.items():
             lines.append(f"  {name} of {kind}: {self.arrived[name]} gradients came to its grad")
+        for name, kind in self.spread.items():
+            lines.append(f"  {name} of {kind}: rows that a batch shares are summed over it before, by PyTorch")
         return "\n".join(lines)
 
 
 def _count(arrived: Counter[str], name: str, parameter: torch.Tensor) -> None:
     arrived[name] += 1
+
+
+def _spread(model: torch.nn.Module) -> dict[str, str]:
+    """The embeddings that are not asked for by a token's number, for all that is known."""
+    of_tokens = set()
+    for module in model.modules():
+        if callable(ask := getattr(module, "get_input_embeddings", None)):
+            with contextlib.suppress(NotImplementedError, AttributeError):
+                of_tokens.add(ask())
+    return {
+        f"{name}.weight".lstrip("."): type(module).__qualname__
+        for name, module in model.named_modules()
+        if of_tokens and is_copying_embedding(module) and module not in of_tokens
+    }
 
 
 def _has_sinks(module: Any) -> bool:
@@ -385,7 +412,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     backward: zero it between steps, and write nothing else to it before the next. A parameter of several other modules,
     and one of a module that is called several times in a forward, sums in the order in which backward reaches them,
     which is then part of the bits. What PyTorch broadcast, as the positions of GPT-2 over a batch, it sums before they
-    come here: give ``position_ids`` for each row.
+    come here: give ``position_ids`` for each row. The bias of T5's attention (``relative_attention_bias``) is always
+    summed over the batch before. The result's ``spread`` names them. Rows of norms are summed in the order in which
+    they lie in memory, which is that of tokens, also where heads were moved ahead of them.
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
@@ -402,7 +431,8 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
-        trained, which keep their ``grad``, as convolutions, and its ``arrived`` counts the gradients that came there.
+        trained, which keep their ``grad``, as convolutions, its ``arrived`` counts the gradients that came there, and
+        its ``spread`` names the embeddings whose rows a batch may share.
 
     Raises:
         Error: ``model`` is no module, there is no module of pydet's in it, a gradient would be lost; then nothing is
@@ -436,4 +466,4 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and parameter not in parameters
     }
-    return Accumulating(parameters, outside)
+    return Accumulating(parameters, outside, _spread(model))
