@@ -77,7 +77,22 @@ FAMILIES = [
     "falcon_h1",
     "bamba",
     "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "lfm2",
+    "zamba2",
+    "nemotron_h",
+    "granitemoehybrid",
+    "doge",
+    "t5",
+    "mt5",
+    "switch_transformers",
+    "swin",
 ]
+AUTO = {  # of what is no decoder
+    **dict.fromkeys(("t5", "mt5", "switch_transformers"), "AutoModelForSeq2SeqLM"),
+    "swin": "AutoModelForImageClassification",
+}
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
@@ -110,6 +125,33 @@ OWN = {  # what else a family wants to be minute
         "attn_layer_indices": [1],
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
+    "zamba2": {
+        **{"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 16},
+        **{"chunk_size": 8, "num_key_value_heads": 4, "head_dim": None},
+    },
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 8, "mamba_head_dim": 8},
+        **{"ssm_state_size": 16, "n_groups": 1, "chunk_size": 8, "num_hidden_layers": None},
+    },
+    "granitemoehybrid": {
+        **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},
+        **{"shared_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"], "head_dim": None},
+    },
+    **{name: {"layer_types": ["linear_attention", "full_attention"]} for name in ("olmo_hybrid", "qwen3_5_text")},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    **{
+        name: {
+            **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+            **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 64},
+            **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")),
+            **{"decoder_start_token_id": 0},
+        }
+        for name in ("t5", "mt5", "switch_transformers")
+    },
+    "swin": {
+        **{"image_size": 64, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")),
+    },
     "qwen3_next": {
         **{
             "linear_num_key_heads": 2,
@@ -122,8 +164,13 @@ OWN = {  # what else a family wants to be minute
 }
 OWN_ODD = {
     "mamba2": {"num_heads": 9, "head_dim": 8},
-    "falcon": {"hidden_size": 40},
-    **{name: {"partial_rotary_factor": 0.4} for name in ("phi", "nemotron", "glm", "glm4", "persimmon")},
+    **{name: {"hidden_size": 40} for name in ("falcon", "helium", "olmoe")},
+    **{name: {"partial_rotary_factor": 0.4} for name in ("phi", "nemotron", "glm", "glm4")},
+    "persimmon": {"hidden_size": 40, "partial_rotary_factor": 0.4},
+    **{name: {"d_model": 36, "d_kv": 10, "d_ff": 50} for name in ("t5", "mt5", "switch_transformers")},
+    "swin": {"embed_dim": 36},
+    "zamba2": {"hidden_size": 36, "n_mamba_heads": 9},
+    "granitemoehybrid": {"hidden_size": 36, "mamba_n_heads": 9},
     "bamba": {"mamba_n_heads": 9},
     "falcon_h1": {"mamba_d_ssm": 72, "mamba_n_heads": 9},
 }
@@ -135,7 +182,7 @@ def build(family: str, dtype: torch.dtype, **more: object) -> torch.nn.Module:
     sizes = {**SIZES, **EXPERTS, **more, **OWN.get(family, {}), **(OWN_ODD.get(family, {}) if more else {})}
     config = transformers.CONFIG_MAPPING[family](**{name: x for name, x in sizes.items() if x is not None})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = getattr(transformers, AUTO.get(family, "AutoModelForCausalLM")).from_config(config).eval()
     for parameter in model.parameters():  # so that attention does more than average
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -151,12 +198,31 @@ def ids_of(model: torch.nn.Module, rows: int, tokens: int) -> torch.Tensor:
     return torch.randint(3, model.config.get_text_config().vocab_size, (rows, tokens))
 
 
+def batch_of(model: torch.nn.Module, rows: int, tokens: int) -> dict[str, torch.Tensor | bool]:
+    """What the model's forward takes."""
+    if model.main_input_name == "pixel_values":
+        size = model.config.image_size
+        return {"pixel_values": torch.randn(rows, 3, size, size).to(model.dtype)}
+    batch = {"input_ids": ids_of(model, rows, tokens), "use_cache": False}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids_of(model, rows, tokens)
+    return batch
+
+
+def cut(batch: dict[str, torch.Tensor | bool], rows: int) -> list[dict[str, torch.Tensor | bool]]:
+    """The batch in parts of so many rows."""
+    parts = {name: x.split(rows) for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    return [{**batch, **dict(zip(parts, each, strict=True))} for each in zip(*parts.values(), strict=True)]
+
+
 def seen(model: torch.nn.Module) -> pydet.torch.Check:
-    """Three sequences, of which the second is padded on the left."""
-    ids, mask = ids_of(model, 3, 11), torch.ones(3, 11, dtype=torch.long)
+    """Three sequences, of which the second is padded on the left; or three images."""
+    batch, mask = batch_of(model, 3, 11), torch.ones(3, 11, dtype=torch.long)
     mask[1, :4] = 0
+    if "input_ids" in batch:
+        batch["attention_mask"] = mask
     with pydet.torch.override_aten():
-        return pydet.torch.check(model, {"input_ids": ids, "attention_mask": mask, "use_cache": False})
+        return pydet.torch.check(model, batch)
 
 
 def takes_places(model: torch.nn.Module) -> bool:
@@ -171,41 +237,63 @@ def cache_of(step: transformers.utils.ModelOutput) -> dict[str, object]:
 
 def decoded(model: torch.nn.Module, gradients: bool = False) -> int:
     """Elements of logits that differ; with gradients, where nothing switched autograd off."""
-    ids, cache, steps = ids_of(model, 2, 9), {}, []
+    batch, cache, steps = batch_of(model, 2, 9), {}, []
+    if "input_ids" not in batch:
+        raise ValueError("it has no tokens")
+    ids = batch.pop("decoder_input_ids" if model.config.is_encoder_decoder else "input_ids")
     with torch.set_grad_enabled(gradients), pydet.torch.override_aten():
-        whole = model(ids, use_cache=False).logits
+        what = "input_ids"
+        if model.config.is_encoder_decoder:  # which reads the other tokens once
+            what, batch = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(batch["input_ids"])}
+        else:
+            batch = {}
+        whole = model(**batch, **{what: ids}, use_cache=False).logits
         for i in range(ids.shape[1]):
             places = {"position_ids": torch.full((2, 1), i)} if takes_places(model) else {}
-            step = model(ids[:, i : i + 1], use_cache=True, **places, **cache)
+            step = model(**batch, **{what: ids[:, i : i + 1]}, use_cache=True, **places, **cache)
             cache = cache_of(step)
             steps.append(step.logits)
     return int((torch.cat(steps, 1) != whole).sum())
 
 
-def trained(model: torch.nn.Module) -> int:
-    """Elements of gradients that differ, in main_grad or, of what accumulate_gradients leaves, in grad."""
+def gradients_that_differ(model: torch.nn.Module) -> dict[str, tuple[int, str]]:
+    """How many elements of each parameter's gradient differ, in main_grad or, of what accumulate_gradients leaves, in
+    grad; and what it said of the parameter as it was switched on."""
     found, tokens = pydet.torch.accumulate_gradients(model), pydet.DWEIGHT_ROWS
-    ids = ids_of(model, 2, tokens)
+    batch = batch_of(model, 2, tokens)
+    if takes_places(model):
+        batch["position_ids"] = torch.arange(tokens).expand(2, tokens)
+    labels = batch["input_ids"] if "input_ids" in batch else torch.arange(2)[:, None]
 
-    def gradients(cut: int) -> dict[str, torch.Tensor]:
+    def gradients(rows: int) -> dict[str, torch.Tensor]:
         for parameter in found:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         model.zero_grad()
-        for rows in ids.split(cut):
-            places = {"position_ids": torch.arange(tokens).expand(rows.shape)}
+        for part, wanted in zip(cut(batch, rows), labels.split(rows), strict=True):
             with pydet.torch.override_aten():
-                logits = model(rows, use_cache=False, **(places if takes_places(model) else {})).logits
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="sum").backward()
+                logits = model(**part).logits
+                logits = logits.view(*wanted.shape, -1)
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum").backward()
         both = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}
         return {name: x.clone() for name, x in both.items() if x is not None}
 
     whole, parts = gradients(2), gradients(1)
-    return sum(int((whole[name] != parts[name]).sum()) for name in whole)
+    said = {**dict.fromkeys(found.outside, "in grad"), **dict.fromkeys(found.spread, "shared by a batch")}
+    differ = {name: int((whole[name] != parts[name]).sum()) for name in whole}
+    return {name: (n, said.get(name, "not named")) for name, n in differ.items() if n}
+
+
+def trained(model: torch.nn.Module) -> int:
+    """Elements of gradients that differ."""
+    return sum(n for n, _ in gradients_that_differ(model).values())
 
 
 def cell(measure: object) -> str:
     try:
         return f"{measure():,}"  # type: ignore[operator]
+    except pydet.InvalidValue as problem:  # shapes that do not fit are no refusal
+        print(f"    {type(problem).__name__}: {problem}".splitlines()[0][:160], file=sys.stderr)
+        return "-"
     except pydet.Error:
         return "refused"
     except Exception as problem:  # a family that does not run so
@@ -215,13 +303,13 @@ def cell(measure: object) -> str:
 
 def odd_widths(family: str, dtype: torch.dtype) -> int:
     model, threads = build(family, dtype, **ODD), torch.get_num_threads()
-    ids = ids_of(model, 3, 7)
+    batch = batch_of(model, 3, 7)
     try:
         with torch.no_grad(), pydet.torch.override_aten():
             torch.set_num_threads(2)
-            together = model(ids, use_cache=False).logits
+            together = model(**batch).logits
             torch.set_num_threads(1)
-            alone = torch.cat([model(row[None], use_cache=False).logits for row in ids])
+            alone = torch.cat([model(**part).logits for part in cut(batch, 1)])
     finally:
         torch.set_num_threads(threads)
     return int((together != alone).sum())
@@ -230,7 +318,7 @@ def odd_widths(family: str, dtype: torch.dtype) -> int:
 def row(family: str) -> list[str]:
     """A line of the table."""
     cells: dict[str, list[str]] = {name: [] for name in COLUMNS[1:5]}
-    far, left = [], []
+    far, left, gradients = [], [], []
     for dtype in (torch.float32, torch.bfloat16):
         try:
             model = build(family, dtype)
@@ -246,12 +334,21 @@ def row(family: str) -> list[str]:
         cells["alone"].append(cell(alone))
         cells["decode"].append(cell(lambda model=model: decoded(model)))
         cells["odd"].append(cell(lambda dtype=dtype: odd_widths(family, dtype)))
-        cells["training"].append(cell(lambda model=model: trained(model)))
+        differ: dict[str, tuple[int, str]] = {}
+
+        def training(model=model, differ=differ) -> int:
+            differ.update(gradients_that_differ(model))
+            return sum(n for n, _ in differ.values())
+
+        cells["training"].append(cell(training))
+        gradients += [f"{'.'.join(name.split('.')[-2:])} ({said})" for name, (_, said) in differ.items()]
         far += [f"{x.difference:.1g} of {x.largest:.1g}" for x in checked if x.difference is not None]
         modules = dict(model.named_modules())
         of = [modules[name] for x in checked for name in x.left]
         left += [type(module).__name__ for module in of if not isinstance(module, torch.nn.Embedding)]
     what = ", ".join(dict.fromkeys(left)) or "nothing"
+    if gradients:
+        what += "; gradients: " + ", ".join(dict.fromkeys(gradients))
     return [family, *(", ".join(cells[name]) for name in COLUMNS[1:5]), "; ".join(far) or "-", what]
 
 
@@ -274,14 +371,15 @@ def page(rows: list[list[str]]) -> str:
         "elements that differ in float32, and in bfloat16.\n\n"
         "- alone: logits of three sequences, one padded on the left, in a batch and each alone, with its padding and\n"
         "  without it.\n"
-        "- decode: logits of tokens that came one by one, with a cache, and in one prefill.\n"
+        "- decode: logits of tokens that came one by one, with a cache, and in one prefill; of T5 and its like in the\n"
+        "  decoder.\n"
         "- odd: as alone, at widths that are no multiples of 8, alone on one thread and in the batch on two.\n"
         "- training: gradients of all parameters, of a batch and of its sequences one by one.\n\n"
         "`-` is what did not run so minute. From stock: the largest difference of a logit, and the largest logit;\n"
         "where a router chooses, rounding may change its choice in bfloat16. Left to PyTorch: the classes of modules\n"
-        "whose own code calls operators of PyTorch that sum, choose or depend on a place, without embeddings. Which\n"
-        "operators they are, and which parameters keep their gradient in `grad`, is what `check` and\n"
-        "`accumulate_gradients` say of a model.\n\n"
+        "whose own code calls operators of PyTorch that sum, choose or depend on a place, without embeddings; and the\n"
+        "parameters whose gradients differ, with what `accumulate_gradients` says of them: it stays in `grad`\n"
+        "(`outside`), or a batch shares rows, whose gradients PyTorch sums before (`spread`).\n\n"
         f"{versions}: {ran} families ran; of {len(cells)} cells {counted['0']} are 0,\n"
         f"{counted['refused']} refused, and {other} have elements that differ.\n\n" + table(rows)
     )

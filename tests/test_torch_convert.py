@@ -1,6 +1,7 @@
 """pydet.torch.convert: a converted model does what it did, with pydet's bits; what it cannot do is left, and named."""
 
 import copy
+import functools
 import os
 import pickle
 import warnings
@@ -8,6 +9,10 @@ import warnings
 import pytest
 
 torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import torch.nn.functional as TF  # noqa: E402
+from torch import bmm as product  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as attend  # noqa: E402
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
@@ -392,6 +397,69 @@ def test_modules_that_are_left_with_a_reason():
     assert own["1"].startswith("Imported multiplies in code of its own (F.linear)")
     double = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()).double()
     assert pt.convert(double).left["1"] == "the model is in float64" and double(normal(2, 8).double()).any()
+
+
+# What code computes, under names of its own: what the report calls it, or None for what is none of that.
+def by_another_module(self, x):
+    return TF.linear(x, x[0])
+
+
+def by_another_name(self, x):
+    return product(x, x)
+
+
+def attention_by_another_name(self, x):
+    return attend(x, x, x)
+
+
+def of_a_namespace(self, x):
+    return torch.inner(x, x) + self.inner.fft
+
+
+def linear_attention(self, x):
+    return (x * (x[..., None] * x[:, :, None]).cumsum(1)).sum(-1)
+
+
+def transformed(self, x):
+    return torch.fft.fft2(x).real
+
+
+def normalised(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def by_an_attribute(self, x):
+    return self.function(x, x)
+
+
+def places(self, x):
+    return x.cumsum(1) * x + self.inner.mean(x) + self.function(x)
+
+
+@pytest.mark.parametrize(
+    "forward, attribute, said",
+    [
+        (by_another_module, None, "multiplies in code of its own (F.linear)"),
+        (by_another_name, None, "multiplies in code of its own (bmm)"),
+        (attention_by_another_name, None, "by code of its own (scaled_dot_product_attention)"),
+        (of_a_namespace, None, "multiplies in code of its own (torch.inner)"),
+        (linear_attention, None, "scans over tokens in code of its own (cumsum of products, sum)"),
+        (transformed, None, "transforms in code of its own (torch.fft.fft2)"),
+        (normalised, None, "normalises in code of its own (rsqrt of a mean)"),
+        (by_an_attribute, torch.bmm, "multiplies in code of its own (bmm)"),
+        (by_an_attribute, functools.partial(TF.linear, bias=None), "multiplies in code of its own (F.linear)"),
+        (by_an_attribute, lambda a, b: a @ b, "multiplies in code of its own (@)"),
+        (places, torch.abs, None),
+    ],
+)
+def test_what_code_computes_under_other_names(forward, attribute, said):
+    kind = type("Own", (torch.nn.Module,), {"forward": forward})
+    module = kind()
+    module.function, module.inner = attribute, torch.nn.Identity()
+    report = pt.convert(module)
+    found = [*report.left.values(), *report.attention.values()]
+    assert [x.partition(";")[0] for x in found] == ([f"Own {said}"] if said else [])
+    assert "names that are made up as it runs, and sums that are written out were not read" in report.verdict()
 
 
 def test_a_second_time_with_another_arithmetic():

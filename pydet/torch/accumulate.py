@@ -189,7 +189,7 @@ def _by_place(x: torch.Tensor) -> list[int]:
     """The dimensions of x that are not its rows, in the order in which they lie in memory. Heads that stand before
     tokens, as in ``view(B, T, H, D).transpose(1, 2)``, lie behind them: so the rows of a token are together, and those
     of a pack in the order that sequences have one by one."""
-    return sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim))
+    return sorted(range(x.dim() - 1), key=lambda dim: x.stride()[dim], reverse=True)
 
 
 def _like(rows: torch.Tensor, x: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -427,7 +427,8 @@ class AccumulatingLayerNorm(torch.autograd.Function):
             into["dbias"] = main_grad(bias)
         factors = read.detach() + ctx.weight_offset if ctx.weight_offset else read.detach()
         order = _by_place(x)
-        rows = [_rows(part.permute(*order, -1)) for part in (dy, x)]
-        moments = [part.view(x.shape[:-1]).permute(order).reshape(-1) for part in (mean, rstd)]
-        dx, *_ = pydet.layernorm_backward(*rows, factors, *moments, **into, has_bias=False, accumulate=bool(into))
+        rows = (_rows(part.permute(*order, -1)) for part in (dy, x))
+        moments = (part.view(x.shape[:-1]).permute(order).reshape(-1) for part in (mean, rstd))
+        operands = (*rows, factors, *moments)
+        dx, *_ = pydet.layernorm_backward(*operands, **into, has_bias=False, accumulate=bool(into))
         return _like(dx, x, order), None, None, None, None

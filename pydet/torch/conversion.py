@@ -112,8 +112,9 @@ class Conversion:
         if not sentences:
             sentences.append("Every matrix, norm and attention that was found is pydet's.")
         rests = (
-            "This rests on classes, names and the names in their code; nothing was run, and functions of other files "
-            "and packages were not read: convert(model, sample=batch) or check(model, batch) looks."
+            "This rests on classes, names and the names in their code, with the functions of PyTorch's that these are; "
+            "nothing was run, and functions of other files and packages, names that are made up as it runs, and sums "
+            "that are written out were not read: convert(model, sample=batch) or check(model, batch) looks."
         )
         return " ".join(["pydet's modules give a row the same bits in any batch.", *sentences, between, rests])
 
@@ -394,6 +395,8 @@ def _attention(module: torch.nn.Module) -> str | None:
             return None
         if any("attention" in type(x).__qualname__.lower() for x in module.modules() if x is not module):
             return None  # that one computes it
+        if any(scans.is_scan(x) or isinstance(scans.scan_class(x), type) for x in module.modules()):
+            return None  # linear attention, which is a scan
     by = _implementation(module)
     return None if by == PYDET else f"{kind} by {repr(by) if by else 'code of its own'}"
 
@@ -420,12 +423,14 @@ def _slow_path(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _own_code(module: torch.nn.Module) -> str | None:
-    """Why a module without matrices of its own is none of pydet's: its code multiplies or sums over tokens."""
+    """Why a module without matrices of its own is none of pydet's: its code multiplies, transforms, normalises or sums
+    over tokens."""
     found = code.of_its_own(module)
     if found is None or found[0] == "attention" or experts.is_experts(module):
         return None
-    kind, does = type(module).__qualname__, {"scan": "scans over tokens", "product": "multiplies"}[found[0]]
-    return f"{kind} {does} in code of its own ({found[1]}); override_aten() catches its mm, addmm and bmm"
+    does = {"scan": "scans over tokens", "product": "multiplies", "transform": "transforms", "norm": "normalises"}
+    catches = "; override_aten() catches its mm, addmm and bmm" if found[0] in ("scan", "product") else ""
+    return f"{type(module).__qualname__} {does[found[0]]} in code of its own ({found[1]}){catches}"
 
 
 # ---- convert ---------------------------------------------------------------------------------------------------------

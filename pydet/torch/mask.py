@@ -103,13 +103,13 @@ class Traced(Given):
 
     @staticmethod
     def __new__(cls, elements: Tensor) -> Traced:
-        how = {"dtype": torch.bool, "device": elements.device}
-        found: Traced = torch.Tensor._make_wrapper_subclass(cls, elements.shape, **how)  # type: ignore[attr-defined]
+        make: Any = torch.Tensor._make_wrapper_subclass
+        found: Traced = make(cls, elements.shape, dtype=torch.bool, device=elements.device)
         found.elements = elements
         return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         return _refuse(func.__name__)
 
 

@@ -424,7 +424,7 @@ def _of_weight(names: tuple[str, ...]) -> list[str]:
     return [after for name, after in itertools.pairwise(names) if name == "weight"]
 
 
-_CONVOLUTIONS, _NORMS, _STEPS = ("conv1d", "conv"), ("norm",), ("dt_proj",)
+_CONVOLUTIONS, _NORMS, _STEPS = ("conv1d", "conv"), ("norm", "o_norm"), ("dt_proj",)
 OWN = ("A_log", "D", "dt_bias")  # that a mixer's backward can add to sums
 
 
