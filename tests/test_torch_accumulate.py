@@ -5,6 +5,8 @@ import copy
 import io
 import os
 import pickle
+import re
+import warnings
 
 import pytest
 
@@ -138,6 +140,36 @@ def test_heads_ahead_of_tokens_in_a_pack(kind):
     for p, q in zip(net.parameters(), want.parameters(), strict=True):
         assert p.main_grad.any()
         same(p.main_grad, q.main_grad)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_that_passes_main_grad_by_is_warned_of(kind):
+    net, x, other = network(), normal(12, 16), torch.nn.Linear(2, 2)
+    pt.accumulate_gradients(net)
+    optimizer = kind([*net.parameters(), *other.parameters()], lr=0.5)
+    words = r"^accumulate_gradients: \w+ steps over 7 parameters whose gradient is in main_grad and whose grad is None"
+
+    def steps(count, optimizer=optimizer):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [bool(re.search(words, str(w.message))) for w in caught] == [True] * count
+
+    (net(x) * 0).sum().backward()
+    steps(0)
+    other(x[:, :2]).sum().backward()  # an optimizer that has gradients of others
+    net(x).square().sum().backward()
+    before = [p.detach().clone() for p in net.parameters()]
+    steps(1)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    steps(0)
+    optimizer = kind(net.parameters(), lr=0.5)
+    for p in net.parameters():
+        p.grad = p.main_grad.clone()
+    steps(0, optimizer)
+    assert not any(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    steps(0, pt.AdamW(net.parameters()))
 
 
 # ---- Wrappers that reduce grad ---------------------------------------------------------------------------------------

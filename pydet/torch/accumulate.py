@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 import weakref
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pydet
 from pydet._native import UNSUPPORTED, fail
@@ -160,6 +162,33 @@ def _watch_registered(parent: torch.nn.Module, _: str, module: torch.nn.Module |
 def watch_for_wrappers() -> Any:
     """Once in a process."""
     return torch.nn.modules.module.register_module_module_registration_hook(_watch_registered)
+
+
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+    """An optimizer of others reads grad, and passes by a parameter that has none."""
+    if optimizer in _warned or type(optimizer).__module__.startswith("pydet."):
+        return
+    own = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "pydet_accumulates")]
+    passed = [
+        p for p in own if p.grad is None and getattr(p, "main_grad", None) is not None and bool(p.main_grad.any())
+    ]
+    if passed:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"accumulate_gradients: {type(optimizer).__qualname__} steps over {len(passed)} parameters whose gradient "
+            "is in main_grad and whose grad is None: unless it reads main_grad, they stay as they are; want "
+            "pydet.torch.AdamW, or p.grad = p.main_grad.to(p.dtype) before each step and main_grad zeroed after it",
+            stacklevel=3,
+        )
+
+
+@functools.cache
+def watch_optimizers() -> Any:
+    """Once in a process."""
+    return register_optimizer_step_pre_hook(_before_step)
 
 
 def check_own(operation: str, **parameters: Any) -> None:

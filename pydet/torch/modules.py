@@ -28,6 +28,7 @@ from pydet.torch.accumulate import (
     part_of,
     refuse_wrapper,
     watch_for_wrappers,
+    watch_optimizers,
     wrapper,
 )
 from pydet.torch.experts import Router, of_pydet
@@ -449,6 +450,7 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     if not any(names and type(module) is not torch.nn.Embedding for module, names in of.values()):
         fail(INVALID_VALUE, "accumulate_gradients: no Linear or norm of pydet's in the model; convert() it first")
     watch_for_wrappers()
+    watch_optimizers()
     parameters: dict[torch.nn.Parameter, None] = {}
     parts = _parts(of)
     for name, (taking_part, names) in of.items():
