@@ -12,6 +12,7 @@ if not importlib.util.find_spec("transformers"):
         raise RuntimeError("PYDET_TEST_EXTRAS has models, and Transformers is not here")
     pytest.skip("no Transformers here", allow_module_level=True)
 
+import pydet.torch as pt  # noqa: E402
 from bench import families  # noqa: E402
 
 PAGE = pathlib.Path(families.__file__).parents[1] / "docs" / "families.md"
@@ -55,6 +56,8 @@ def test_what_does_not_run_is_no_zero(capsys):
 
     assert families.cell(fails) == "-" and "KeyError" in capsys.readouterr().err
     assert families.cell(lambda: 1234) == "1,234"
+    assert families.cell(lambda: pt.linear(torch.ones(2, 3), torch.ones(2, 4))) == "-", "shapes that do not fit"
+    assert families.cell(lambda: pt.attention(*[torch.ones(1, 1, 2, 8)] * 3, scale=1.0, k_chunk=16)) == "refused"
     rows = [["a", "0, 0", "0, 7", "refused, 0", "-, -", "-", "nothing"]]
     text = families.page(rows)
     assert "of 6 cells 4 are 0" in " ".join(text.split()) and "1 refused, and 1 have elements that differ" in text

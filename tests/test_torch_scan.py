@@ -223,6 +223,12 @@ def test_training_in_bfloat16():
         assert families.trained(families.build(family, torch.bfloat16)) == 0
 
 
+def test_a_gated_norm_of_another_name():
+    model = families.build("olmo_hybrid", torch.float32)
+    assert families.gradients_that_differ(model) == {} and not pt.accumulate_gradients(model).outside
+    assert not pt.convert(model).attention, "linear attention is the scan"
+
+
 def test_gradients_without_sums_are_those_of_stock():
     """In grad, as autograd has them, in fp32 within rounding of Transformers' own."""
     for family in ("mamba2", "qwen3_next", "mamba"):
