@@ -297,21 +297,25 @@ def test_the_entropy_and_a_temperature_by_the_public_functions():
     assert made.dw.tobytes() == pydet.gemm_db(d, x, out_dtype="float32").tobytes()
 
 
+def check_asked_in_slabs(move, out, dtype, kernel=None):
+    rows, n = 24 if dtype == "fp32" else 48, 5 * SLAB + 100
+    x, w, bias, index, by = asked_problem(rows, n, DTYPES[dtype], 3)
+    z = pydet.skinny_gemm(x, w, bias=bias, arithmetic="ieee")
+    d = reference_head.gradient(z, index, by, x.dtype, 3.0, 0.8)
+    how = {"softcap": 3.0, "temperature": 0.8, "arithmetic": "ieee", "kernel": kernel}
+    room = slab_bytes(rows, 1, x.dtype)
+    assert room < FIXED + 16 * row_bytes(n, x.dtype, False, True)
+    found = ask(move, x, w, index, bias, by, (1 << 28, room), **how)[5:]
+    want = pydet.gemm(d, w, arithmetic="ieee"), pydet.gemm_db(d, x, out_dtype="float32", arithmetic="ieee")
+    for name, got, one in zip(("dx", "dw"), found, want, strict=False):
+        assert out(got).tobytes() == one.tobytes(), name
+    assert out(found[3]).tobytes() == reference_head.asked(z, index, 3.0, 0.8).log_prob.tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_rows_are_asked_in_slabs(dtype):
     """dw begun in float32, whose memory has the logits."""
-    rows, n, arithmetic = 24 if dtype == "fp32" else 48, 5 * SLAB + 100, "ieee"
-    x, w, bias, index, by = asked_problem(rows, n, DTYPES[dtype], 3)
-    z = pydet.skinny_gemm(x, w, bias=bias, arithmetic=arithmetic)
-    d = reference_head.gradient(z, index, by, x.dtype, 3.0, 0.8)
-    how = {"softcap": 3.0, "temperature": 0.8, "arithmetic": arithmetic}
-    room = slab_bytes(rows, 1, x.dtype)
-    assert room < FIXED + 16 * row_bytes(n, x.dtype, False, True)
-    found = ask(np.asarray, x, w, index, bias, by, (1 << 28, room), **how)[5:]
-    want = pydet.gemm(d, w, arithmetic=arithmetic), pydet.gemm_db(d, x, out_dtype="float32", arithmetic=arithmetic)
-    for name, got, one in zip(("dx", "dw"), found, want, strict=False):
-        assert got.tobytes() == one.tobytes(), name
-    assert found[3].tobytes() == reference_head.asked(z, index, 3.0, 0.8).log_prob.tobytes()
+    check_asked_in_slabs(np.asarray, lambda x: x, dtype)
 
 
 # ---- Slabs of columns ------------------------------------------------------------------------------------------------
