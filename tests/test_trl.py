@@ -74,6 +74,129 @@ def test_a_head_that_is_never_called_is_seen():
             pt.check_trainer(wrong)
 
 
+TAKES = r"^check_trainer: {} takes the weight of the converted head instead of calling it, so that log-probabilities d"
+
+
+def product(model, x):
+    return x @ model.lm_head.weight.T
+
+
+def by_helper(model, x):
+    return product(model, x)
+
+
+def decorated(function):
+    return lambda *given: function(*given)  # without functools.wraps
+
+
+class Calling:
+    """A trainer that calls the head. What is not part of a loss may read the weight."""
+
+    def __init__(self):
+        self.model = Model()
+        pt.convert(self.model)
+        self.before = self.model.lm_head.weight.norm()
+
+    def compute_loss(self, x):
+        return self._loss(x.to(self.model.lm_head.weight.dtype))
+
+    def _loss(self, x):
+        return self.model(x).sum()
+
+    def save(self):
+        return self.model.lm_head.weight.clone()
+
+
+class Own(Calling):
+    def _loss(self, x):
+        return (self.model.body(x) @ self.model.get_output_embeddings().weight.T).sum()
+
+
+class Inherits(Own):
+    def compute_loss(self, x):
+        return super().compute_loss(x)
+
+
+class Asks(Own):
+    def compute_loss(self, x):
+        return super()._loss(x)
+
+    def _loss(self, x):
+        return Calling._loss(self, x)
+
+
+class Mended(Own):
+    def _loss(self, x):
+        return self.model(x).sum()
+
+
+class Within(Calling):
+    def compute_loss(self, x):
+        def log_probs(hidden, head):
+            return hidden @ head.weight.T
+
+        return log_probs(x, self.model.lm_head)
+
+
+class Helped(Calling):
+    def prediction_step(self, x):
+        return by_helper(self.model, x)
+
+
+class Decorated(Calling):
+    compute_loss = decorated(Own._loss)
+
+
+class Partial(Calling):
+    compute_loss = functools.partialmethod(Own._loss)
+
+
+class Unread(Calling):
+    compute_loss = len
+
+
+@pytest.mark.parametrize("kind", [Calling, Mended, Own, Inherits, Asks, Within, Helped, Decorated, Partial, Unread])
+def test_a_trainer_that_takes_the_weight_itself(kind):
+    """Is refused by the method's name, whatever helps it to the weight, and nothing is changed."""
+    trainer = kind()
+    if kind in (Calling, Mended):
+        pt.check_trainer(trainer)
+        trainer.compute_loss = decorated(trainer.compute_loss)
+        trainer.kept = product  # which it never calls
+        pt.check_trainer(trainer)
+        trainer.compute_loss_func = by_helper
+        with pytest.raises(pydet.Error, match=TAKES.format(rf"{kind.__name__}\.compute_loss_func")):
+            pt.check_trainer(trainer)
+        return
+    where = {Inherits: r"Own\._loss", Asks: r"Own\._loss", Own: r"Own\._loss", Helped: r"Helped\.prediction_step"}
+    sentence = TAKES.format(where.get(kind, rf"{kind.__name__}\.compute_loss"))
+    if kind is Unread:
+        sentence = (
+            r"^check_trainer: Unread\.compute_loss, a builtin_function_or_method, has no Python code to be read, and"
+        )
+    with pytest.raises(pydet.Error, match=sentence) as caught:
+        pt.check_trainer(trainer)
+    assert str(caught.value).endswith("want the trainer made and run under pydet.torch.override_aten()")
+    with pt.override_aten():
+        pt.check_trainer(trainer)
+    trainer.model = Model()  # not converted: nothing was promised
+    pt.check_trainer(trainer)
+
+
+def test_a_head_whose_forward_was_replaced():
+    trainer = Calling()
+    head = trainer.model.lm_head
+    head.forward = functools.wraps(head.forward)(lambda x, inner=head.forward: inner(x))  # as accelerate's
+    pt.check_trainer(trainer)
+    head.forward = lambda x: torch.nn.functional.linear(x.float(), head.weight.float())
+    with pytest.raises(
+        pydet.Error, match=r"^check_trainer: the head of the model has a forward set on the instance, as"
+    ):
+        pt.check_trainer(trainer)
+    with pt.override_aten():
+        pt.check_trainer(trainer)
+
+
 LENGTH, KEPT = 12, 8
 TOKENIZER = {"pad_token": "<pad>", "bos_token": "<eos>", "eos_token": "<eos>"}
 
@@ -259,6 +382,23 @@ def test_trainers_run_by_the_routed_head(packages, tmp_path, kind):
     assert trainer.state.global_step == 1 and asked and asked[0]["entropy"]
     assert kind == "GRPO" or asked[0]["greedy"]
     assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_which_trainers_of_trls_take_the_weight_themselves(packages):
+    """By their methods, whose code alone is read here."""
+    import trl
+    from trl.trainer.distillation_trainer import DistillationTrainer
+
+    names = ("SFTTrainer", "GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
+    for kind in [*(getattr(trl, name) for name in names), DistillationTrainer]:
+        trainer = object.__new__(kind)
+        trainer.model, trainer.args = Model(), types.SimpleNamespace()
+        pt.convert(trainer.model)
+        if kind is DistillationTrainer:
+            with pytest.raises(pydet.Error, match=TAKES.format(r"DistillationTrainer\._compute_loss")):
+                pt.check_trainer(trainer)
+        else:
+            pt.check_trainer(trainer)
 
 
 def test_what_a_routed_head_is_asked_and_has_not(packages, tmp_path):
