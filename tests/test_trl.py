@@ -265,7 +265,7 @@ def sampled(trainer, ids):
         step = trainer.model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         logits.append(step.logits[:, -1])
-    z = torch.stack(logits, 1).float() / torch.tensor(trainer.temperature)
+    z = torch.stack(logits, 1).float() / torch.tensor(getattr(trainer, "temperature", 1.0))
     return pydet.log_prob(z, ids[:, 1:].contiguous())[:, -KEPT:]
 
 
@@ -301,24 +301,63 @@ def test_the_log_probabilities_of_trainer_and_sampler(packages, tmp_path, hidden
         same(sampled(trainer, ids), theirs)
 
 
-def test_gradients_of_micro_batches_of_a_trainer(packages, tmp_path):
-    """Under accumulate_gradients every main_grad of one batch is that of micro-batches, at hidden 512 and 1000. A
-    micro-batch has 256 rows, at which norms may be cut; the head's, in ieee, may be cut anywhere."""
-    for hidden in (512, 1000):
-        sums = []
-        for size in (4, 2):
-            trainer, ids = trainer_of("GRPO", converted_llama(hidden), tmp_path), some_ids(4, 128)
-            pt.check_trainer(trainer)
-            pt.accumulate_gradients(trainer.model)
-            for start in range(0, 4, size):
-                logps, entropy = learned(trainer, ids[start : start + size], entropy=True)
-                (logps.sum() * 0.25 + entropy.sum() * 0.125).backward()
-            head = trainer.model.lm_head.weight
-            assert head.grad is None and head.main_grad.any()
-            sums.append({n: p.main_grad for n, p in trainer.model.named_parameters() if hasattr(p, "main_grad")})
-        assert len(sums[0]) > 8
-        for name, value in sums[0].items():
-            same(sums[1][name], value)
+def test_gradients_by_the_entropy_of_micro_batches(packages, tmp_path):
+    """Under accumulate_gradients every main_grad of one batch is that of micro-batches, of a loss that has entropies
+    too. A micro-batch has 256 rows, at which norms may be cut; the head's, in ieee, may be cut anywhere."""
+    sums = []
+    for size in (4, 2):
+        trainer, ids = trainer_of("GRPO", converted_llama(512), tmp_path), some_ids(4, 128)
+        pt.check_trainer(trainer)
+        pt.accumulate_gradients(trainer.model)
+        for start in range(0, 4, size):
+            logps, entropy = learned(trainer, ids[start : start + size], entropy=True)
+            (logps.sum() * 0.25 + entropy.sum() * 0.125).backward()
+        head = trainer.model.lm_head.weight
+        assert head.grad is None and head.main_grad.any()
+        sums.append({n: p.main_grad for n, p in trainer.model.named_parameters() if hasattr(p, "main_grad")})
+    assert len(sums[0]) > 8
+    for name, value in sums[0].items():
+        same(sums[1][name], value)
+
+
+def given_to_loss(kind, ids):
+    """What compute_loss gets of sequences that end in KEPT tokens of a completion."""
+    seen = torch.ones_like(ids)
+    if kind == "SFT":
+        return {"input_ids": ids, "attention_mask": seen, "labels": ids.index_fill(1, torch.arange(8), -100)}
+    parts = {"prompt": slice(None, -KEPT), "completion": slice(-KEPT, None)}
+    inputs = {f"{name}_ids": ids[:, part] for name, part in parts.items()}
+    inputs |= {f"{name}_mask": seen[:, part] for name, part in parts.items()}
+    return inputs | {"advantages": ids[:, 0] % 7 - 3.0, "num_items_in_batch": torch.tensor(32 * KEPT)}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("hidden", [512, 1000])
+def test_the_loss_of_a_trainer(packages, tmp_path, hidden, dtype, kind):
+    """compute_loss of one batch and of micro-batches: every log-probability is the sampler's, every gradient the same.
+
+    A micro-batch has 256 rows, at which norms may be cut, of which 240 come to the head."""
+    ids, sums, found = some_ids(32, 8 + KEPT), [], []
+    for size in (32, 16):
+        model = converted_llama(hidden).to(dtype)
+        trainer = trainer_of(kind, model, tmp_path)
+        pt.check_trainer(trainer)
+        pt.accumulate_gradients(model.train())
+        trainer.current_gradient_accumulation_steps = 1  # as its loop says; the loss is over the tokens of all parts
+        model.register_forward_hook(lambda _, given, made: found.append(getattr(made, "log_probs", None)))
+        for part in ids.split(size):
+            trainer.compute_loss(
+                model, given_to_loss(kind, part), num_items_in_batch=torch.tensor(32 * KEPT)
+            ).backward()
+        sums.append({name: p.main_grad for name, p in model.named_parameters() if hasattr(p, "main_grad")})
+        assert len(sums[-1]) > 8 and all(p.grad is None for p in model.parameters())
+    theirs = sampled(trainer, ids)
+    whole, *parts = [x.detach()[:, -KEPT:].contiguous() for x in found[:3]]
+    same(whole, theirs), same(torch.cat(parts), theirs)
+    for name, value in sums[0].items():
+        assert value.any(), name
+        same(sums[1][name], value)
 
 
 @pytest.mark.parametrize("kind", ["pydet", "adapters", "stock"])
