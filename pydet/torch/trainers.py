@@ -10,8 +10,8 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.torch import fused, override
 from pydet.torch.batching import attention_of, continuous_batching
+from pydet.torch.bypasses import HEADS, functions, reads_a_weight, taking_head, unread
 from pydet.torch.fp8 import Fp8Linear
-from pydet.torch.heads import HEADS, functions, reads_a_weight, taking_head, unread
 from pydet.torch.modules import Linear
 from pydet.torch.stock import registered
 
