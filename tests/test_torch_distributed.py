@@ -1191,20 +1191,17 @@ def of_fsdp(rank, world, hear):
 DISAGREE = "the ranks do not agree: rank"
 # What is refused on every rank: (on the others, on the last).
 HEARD = {
-    "long": ("op: " + DISAGREE,) * 2,
+    "long": ("op: " + DISAGREE, "has the same so far, and other terms behind it"),
     "ops": ("other: " + DISAGREE, "op: " + DISAGREE),
     "any exception": ("op: rank 3 refused: 'x'", "KeyError: 'x'"),
     "heads": ("rank 3 refused: context_parallel_attention: key_heads_at_once is 0", "key_heads_at_once is 0, want a"),
     "experts": ("expert_parallel: rank 3 refused: none left", "MemoryError: none left"),
-    "experts' width": (
-        "results of (8,), torch.float32; rank 3 has PYDET_NUMERICS",
-        "results of (4,), torch.float32; rank 0",
-    ),
+    "experts' width": ("has PYDET_NUMERICS 2, results of (8,)", "rank 3 has PYDET_NUMERICS 2, results of (4,)"),
     "experts' rows": (
         "rank 3 refused: expert_parallel: experts gave (15, 8), want a tensor of",
         "experts gave (15, 8)",
     ),
-    "experts' type": (DISAGREE, "torch.bfloat16; rank 0"),
+    "experts' type": (DISAGREE, "rank 3 has PYDET_NUMERICS 2, results of (8,), torch.bfloat16"),
     "weights": (DISAGREE, "weights torch.bfloat16; rank 0"),
     "order": (DISAGREE, "of (3, 2) torch.float32; (2, 3) torch.float32; (2, 3) torch.float32"),
     "frozen": (DISAGREE, "(2, 3) torch.float32; (3, 2) torch.float32; (2, 3) torch.float32 not trained"),

@@ -65,7 +65,15 @@ def member(op: str, rank: int) -> int:
     return rank
 
 
-def together(op: str, group: Group, device: torch.device, terms: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+def together(
+    op: str,
+    group: Group,
+    device: torch.device,
+    terms: Callable[[], tuple[Any, ...]],
+    *,
+    always: bool = False,
+    known_as: str = "",
+) -> tuple[Any, ...]:
     """Calls terms(), which checks and computes what this rank can alone, and hears how the others fared.
 
     Every rank tells the others its terms (after the first, which is the rank's own result), or the sentence of its
@@ -73,6 +81,10 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     any length: what is compared is their digest, and what a sentence shows is their beginning. On the CPU it is
     asked at every call; on a GPU, where an answer takes a wait for the device, at the first call with these terms.
     After that, ranks with memory of each other compare the terms of each fold on their GPUs (:class:`Peers`).
+
+    always: on a GPU too, of a call that waits for the device anyway.
+    known_as: a name for the terms, part of them. On a GPU a problem of terms that are known by it is raised at once:
+        the others go on without listening.
     """
     rank = member(op, dist.get_rank(group))
     peers = peers_of(group, device)
@@ -89,7 +101,10 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     key = hashlib.sha256(f"{op} {word}".encode()).digest()
     known = _agreed.setdefault(group if group is not None else dist.group.WORLD, set())
     on_gpu = device.type != "cpu" or peers is not None
-    if world > 1 and (problem or not on_gpu or key not in known):
+    name = f"{op} as {known_as}".encode() if known_as else b""
+    if problem is not None and on_gpu and name in known:
+        raise problem
+    if world > 1 and (problem is not None or not on_gpu or always or key not in known):
         if on_gpu and capturing():
             if problem is not None:
                 raise problem
@@ -107,12 +122,12 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
             other = next((r for r, (_, digest, _) in enumerate(words) if digest != key), None)
             if other is not None:
                 mine, theirs = (words[r][2].removeprefix(f"{op}: ") for r in (rank, other))
-                theirs = "the same so far, and part behind that" if mine == theirs else theirs
+                theirs = "the same so far, and other terms behind it" if mine == theirs else theirs
                 fail(INVALID_VALUE, f"{op}: the ranks do not agree: rank {rank} has {mine}; rank {other} has {theirs}")
     if problem is not None:
         raise problem
     if on_gpu:
-        known.add(key)
+        known.update((key, name) if name else (key,))
     if peers is not None:
         peers.means(key, f"{op}: {word}")
     return found

@@ -71,7 +71,8 @@ def expert_parallel(
         ``[T, ...]``, of the type of x.
 
     Raises:
-        Error: on every rank, where one has other extents or types, or refuses, or its ``experts`` raise.
+        Error: on every rank, where one has other extents or types, or refuses, or its ``experts`` raise; on GPUs of the
+            latter at the first call, later on that rank alone, and the others wait for the group's time limit.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
 
@@ -111,9 +112,10 @@ def expert_parallel(
         if not isinstance(results, Tensor) or not results.dim() or len(results) != len(given):
             got = tuple(results.shape) if isinstance(results, Tensor) else type(results).__qualname__
             fail(constants.PYDET_INVALID_SHAPE, f"{_OP}: experts gave {got}, want a tensor of {len(given)} rows")
-        return results, f"results of {tuple(results.shape[1:])}", results.dtype
+        return results, f"results of {tuple(results.shape[1:])}", results.dtype, asked
 
-    made = together(_OP, group, x.device, results_of)[0]
+    asked = f"from rows of {x.shape[1]} in {x.dtype} by {num_experts} experts"
+    made = together(_OP, group, x.device, results_of, known_as=asked)[0]
     results = _Exchange.apply(FromExperts.apply(made, order, back), receive, send, group)
     if sent < total:
         results = torch.cat([results, results.new_zeros(total - sent, *results.shape[1:])])

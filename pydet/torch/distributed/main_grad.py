@@ -130,7 +130,7 @@ class OrderedMainGrads:
                 )
             return None, f"{self.rounds} rounds"
 
-        together(op, self.group, self.parameters[0].device, terms)
+        together(op, self.group, self.parameters[0].device, terms, always=True)
         for bucket, shard in zip(self.buckets, self.shards, strict=True):
             flat = gather(shard, self.group).view(-1)
             sums = flat[: sum(p.numel() for p in bucket)].split([p.numel() for p in bucket])
