@@ -10,7 +10,7 @@ SHAPES = [*test_head.ASKED_SHAPES, (40, 2049), (7, 6145), (300, 1031), (3, 50257
 
 
 @each("head_rows")
-def test_head_rows(torch, kernel, dtype):  # noqa: F811
+def test_head_rows(torch, kernel, dtype):
     """In chunks of 16 rows and whole, of each type of logits; and in slabs of columns in the memory of dw."""
     device = OnDevice(torch)
     move = lambda array: device.to_device(array)[0]
@@ -19,7 +19,7 @@ def test_head_rows(torch, kernel, dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_in_the_batch_and_alone(torch, dtype):  # noqa: F811
+def test_a_policy_in_the_batch_and_alone(torch, dtype):
     """By the public functions: 700 rows of a vocabulary in 64 MB, four of them alone, and on the CPU."""
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(m, 96, generator=generator).to(getattr(torch, dtype)) for m in (700, 50257))

@@ -182,7 +182,7 @@ def gradients(
         accumulate=continues and (dw is not None or dbias is not None),
         **head.library_options(w, dw),
     )
-    if dw is not None and sums is not dw:
+    if dw is not None and sums is not None and sums is not dw:
         dw.copy_(sums)
     return None if dx is None else dx.view(x.shape)
 
