@@ -481,8 +481,8 @@ def test_refusals():
     for name, given, want in (
         ("temperature", 0.0, "a positive number"), ("temperature", -1.0, "a positive number"),
         ("temperature", float("nan"), "a positive number"), ("softcap", 0.0, "a positive number"),
-        ("softcap", float("inf"), "a positive number, or 0 for none"),
-        ("temperature", float("inf"), "a positive number, or 0 for none"),
+        ("softcap", float("inf"), "a number from 2"),
+        ("temperature", float("inf"), "a number from 2"),
     ):  # fmt: skip
         refuses(rf"linear_log_prob: {name} is {given}, want {want}", x, w, index, **{name: given})
     refuses(r"linear_log_prob_backward: temperature is -2", dlog_prob, x, w, index, temperature=-2, backward=True)
@@ -517,7 +517,8 @@ def test_refusals():
     twice, chosen = Tensor(np.empty(6, np.float32)), Tensor(np.empty(6, np.int32))
     for options, sentence in (
         ({"accumulate": 1}, "options.accumulate is 1, want 0"),
-        ({"softcap": -1.0}, "softcap is -1, want a positive number, or 0 for none"),
+        ({"softcap": -1.0}, "softcap is -1, want a number from 2^-100 to 2^100"),
+        ({"softcap": 1e-40}, "softcap is 9.99995e-41, want a number from"),
         ({"logits": (2, 64, 1)}, "options.logits is float64, want float32, bfloat16 or float16"),
         ({"lse": capi.pointer(twice), "mean": capi.pointer(twice)}, "lse shares memory with mean"),
         ({"entropy": given[4]}, "log_prob shares memory with entropy"),

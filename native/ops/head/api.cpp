@@ -386,14 +386,10 @@ pydet_status read_of_rows(const View &x, const char *name, const pydet_tensor *t
 struct AskedViews {
   View entropy, lse, mean, greedy;
 };
-pydet_status check_scale(const char *op, const char *name, float value) {
-  if (bits_of(value) < 0x7F800000u || bits_of(value) == 0x80000000u) return PYDET_OK;
-  return fail(PYDET_INVALID_VALUE, "%s: %s is %g, want a positive number, or 0 for none", op, name, double(value));
-}
 pydet_status read_asked(const View &x, const pydet_linear_log_prob_options &options, AskedViews *views,
                         HeadAsked *asked) {
-  PYDET_TRY(check_scale(x.op, "softcap", options.softcap));
-  PYDET_TRY(check_scale(x.op, "temperature", options.temperature));
+  PYDET_TRY(check_scale(x.op, "softcap", options.softcap, true));
+  PYDET_TRY(check_scale(x.op, "temperature", options.temperature, true));
   asked->softcap = options.softcap;
   asked->temperature = options.temperature == 1.0f ? 0.0f : options.temperature;
   if (options.entropy) PYDET_TRY(read_of_rows(x, "entropy", options.entropy, &views->entropy, &asked->entropy));
