@@ -471,6 +471,7 @@ def card():
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": cuda_norms.accuracy}
+LISTS |= {"head_memory": cuda_tokens.head_memory}
 # Rows of out of a product that was drawn at random, up to and including.
 RANGES = [64, 128, 512, 2048, 8192]
 

@@ -29,6 +29,8 @@ PART_OF = {
     "equality": "gemm",
     "rmsnorm_accuracy": "rmsnorm",
     "rmsnorm_quantize": "quantize",
+    "head_dx": "head",
+    "head_memory": "head",
     "attention_varlen": "attention",
     "attention_decode": "attention",
     "attention_paged": "attention",

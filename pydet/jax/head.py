@@ -40,6 +40,9 @@ _DTYPES = {
 }
 
 
+_PLAIN = {"softcap": 0.0, "temperature": 0.0, "has_entropy": 0, "has_lse": 0, "has_mean": 0}
+
+
 class _How(NamedTuple):
     """What is static of a call."""
 
@@ -69,7 +72,7 @@ def _room(x: Array, w: Array, backward: bool, how: _How) -> Any:
 
 def _attributes(bias: Array | None, how: _How) -> dict[str, Any]:
     asked = {"arithmetic": how.arithmetic, "k_chunk": how.k_chunk, "wide_logits": how.wide_logits}
-    return {**asked, "has_bias": bias is not None}
+    return {**asked, **_PLAIN, "has_bias": bias is not None}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
