@@ -302,12 +302,13 @@ def test_checkpointed(reentrant):
             same(got, want)
 
 
-def test_sums_that_accumulate_in_a_compiled_model():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_sums_that_accumulate_in_a_compiled_model(backend):
     """Linear layers leave the graph, so that masks come into graphs and pydet's operators."""
     ids, mask = tokens()
     model, want = (made("llama", "pydet", num_hidden_layers=1) for _ in range(2))
     torch._dynamo.reset()
-    for each, call in ((model, torch.compile(model, backend="eager")), (want, want)):
+    for each, call in ((model, torch.compile(model, backend=backend)), (want, want)):
         pt.convert(each)
         pt.accumulate_gradients(each)
         call(ids, attention_mask=mask, use_cache=False)[0].square().sum().backward()

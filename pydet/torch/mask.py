@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pydet._native import UNSUPPORTED, fail
 
@@ -63,8 +64,11 @@ class Mask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _SAYS and func not in _VIEWS:
                 return func(*args, **kwargs)
-            if _is_pydets(func):  # in a graph, where elements_of() above it was traced, and is done again
-                return func(*elements_of(args), **{key: elements_of(x) for key, x in kwargs.items()})
+            if isinstance(func, torch._ops.OpOverload):  # of a graph, in which this was traced, and elements_of()
+                if name == "alias.default":
+                    return elements_of(args[0])
+                if func.namespace == "pydet":
+                    return func(*elements_of(args), **{key: elements_of(x) for key, x in kwargs.items()})
             if name == "to" and any(isinstance(x, Tensor | torch.dtype) for x in (*args[1:], *kwargs.values())):
                 return _refuse(name)
             if name in _SAME and type(args[0]) in (Causal, All):
@@ -140,13 +144,12 @@ def elements_of(x: Any) -> Any:
         if isinstance(x, Given):
             return x.elements
         if not isinstance(x, Causal):
-            return torch.ops.aten.alias(x)
+            if torch.compiler.is_compiling():
+                return torch.ops.aten.alias(x)
+            with _disable_current_modes():  # one of a graph's knows no such class
+                return torch.ops.aten.alias(x)
         rows = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
         return rows.expand(x.shape)
-
-
-def _is_pydets(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and func.namespace == "pydet"
 
 
 def _wrapped(x: Any, name: str) -> Any:
