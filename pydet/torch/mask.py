@@ -71,8 +71,12 @@ class Mask(torch.Tensor):
                     return func(*elements_of(args), **{key: elements_of(x) for key, x in kwargs.items()})
             if name == "to" and any(isinstance(x, Tensor | torch.dtype) for x in (*args[1:], *kwargs.values())):
                 return _refuse(name)
-            if name in _SAME and type(args[0]) in (Causal, All):
-                return func(*args, **kwargs).as_subclass(type(args[0]))
+            kind = type(args[0])
+            if name in _SAME and kind in (Causal, All):
+                return func(*args, **kwargs).as_subclass(kind)
+            if name == "detach" and kind is Mask and not torch.compiler.is_compiling():  # as a graph saves it
+                with _disable_current_modes():
+                    return func(*args, **kwargs).as_subclass(kind)
             if name in _WRITES and isinstance(args[0], Mask):
                 return _refuse(name)
             if name in _ADDS:
