@@ -214,11 +214,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _by_place(x: torch.Tensor) -> list[int]:
-    """The dimensions of x that are not its rows, in the order in which they lie in memory. Heads that stand before
-    tokens, as in ``view(B, T, H, D).transpose(1, 2)``, lie behind them: so the rows of a token are together, and those
-    of a pack in the order that sequences have one by one."""
-    return sorted(range(x.dim() - 1), key=lambda dim: x.stride()[dim], reverse=True)
+def _by_tokens(x: torch.Tensor) -> list[int]:
+    """The order of the dimensions that count rows: theirs, but tokens before heads where x is ``[B, H, T, D]`` made by
+    ``view(B, T, H, D).transpose(1, 2)``, as queries are in some models. So the rows of a token are together, and those
+    of a pack in the order that its sequences have one by one."""
+    exchanged = x.dim() == 4 and x.stride(1) == x.shape[3] and x.stride(2) >= x.shape[1] * x.shape[3]
+    return [0, 2, 1] if exchanged else list(range(x.dim() - 1))
 
 
 def _like(rows: torch.Tensor, x: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -421,7 +422,7 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, rstd, factors), weight = ctx.saved_tensors, ctx.weight
         into = {"dweight": main_grad(weight), "accumulate": True} if weight.requires_grad else {}
-        order = _by_place(x)
+        order = _by_tokens(x)
         rows = [_rows(part.permute(*order, -1)) for part in (dy, x)]
         operands = (*rows, factors.detach(), rstd.view(x.shape[:-1]).permute(order).reshape(-1))
         dx, _ = pydet.rmsnorm_backward(*operands, weight_offset=ctx.weight_offset, **into)
@@ -455,7 +456,7 @@ class AccumulatingLayerNorm(torch.autograd.Function):
         if bias is not None and bias.requires_grad:
             into["dbias"] = main_grad(bias)
         factors = read.detach() + ctx.weight_offset if ctx.weight_offset else read.detach()
-        order = _by_place(x)
+        order = _by_tokens(x)
         rows = (_rows(part.permute(*order, -1)) for part in (dy, x))
         moments = (part.view(x.shape[:-1]).permute(order).reshape(-1) for part in (mean, rstd))
         operands = (*rows, factors, *moments)

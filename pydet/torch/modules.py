@@ -414,8 +414,8 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     and one of a module that is called several times in a forward, sums in the order in which backward reaches them,
     which is then part of the bits. What PyTorch broadcast, as the positions of GPT-2 over a batch, it sums before they
     come here: give ``position_ids`` for each row. The bias of T5's attention (``relative_attention_bias``) is always
-    summed over the batch before. The result's ``spread`` names them. Rows of norms are summed in the order in which
-    they lie in memory, which is that of tokens, also where heads were moved ahead of them.
+    summed over the batch before. The result's ``spread`` names them. Rows of norms are summed in their order, and by
+    tokens where heads were moved ahead of them by ``transpose(1, 2)``.
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
