@@ -47,7 +47,7 @@ from pydet.jax.embedding import embedding, embedding_backward
 from pydet.jax.fp8 import quantize, scaled_gemm
 from pydet.jax.general import dot_general
 from pydet.jax.groups import ragged_dot
-from pydet.jax.head import linear_log_prob
+from pydet.jax.head import linear_cross_entropy, linear_log_prob
 from pydet.jax.layernorm import layer_norm, layernorm, layernorm_backward
 from pydet.jax.products import gemm, gemm_da, gemm_db, linear, skinny_gemm
 from pydet.jax.rmsnorm import rms_norm, rmsnorm, rmsnorm_backward
@@ -83,6 +83,7 @@ __all__ = [
     "layernorm",
     "layernorm_backward",
     "linear",
+    "linear_cross_entropy",
     "linear_log_prob",
     "log_prob",
     "log_sigmoid",
