@@ -8,7 +8,10 @@ the layers of published models (model_shapes.py) instead of the list: M log-unif
 `rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax; `attention --random N
 --seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _backward,
 _backward_varlen, _decode, _paged, and _mma and _backward_mma by mma.sync. `sample`, `topk`, `activation`,
-`embedding` and `head` (cuda_tokens.py) have lists and draws alike.
+`embedding` and `head` (cuda_tokens.py) have lists and draws alike, and `scaled_gemm` (cuda_fp8.py).
+
+`--unseen` draws products of models that no table of tiles was fitted to, K of no whole 64 among them. `--sustained S`
+runs each variant for S seconds at a time, so that the card's power limit holds; its clock and power are in each row.
 """
 
 import argparse
@@ -37,6 +40,7 @@ from bench import (
     model_shapes,
     plot,
 )
+from bench.card import Meter
 from bench.cuda_norms import copying, normal, sets_of
 from bench.harness import Row, Variant
 
@@ -114,6 +118,10 @@ class Cuda:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / count
 
+    def take(self, calls, count):
+        """Seconds a call of a sample that counts, and what else was read meanwhile."""
+        return self.sample(calls, count), {}
+
     def clear(self, tensor):
         tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
@@ -130,6 +138,38 @@ class Cuda:
             place = torch.arange(first, first + part.numel(), device=part.device)
             total += int(((part + 0x9E3779B9) * (2 * place + 1) ^ (part << 17)).sum())
         return (total % 2**64).to_bytes(8, "little")
+
+
+class Sustained(Cuda):
+    """The same, with samples of so many seconds, of which the last two thirds count: before, the clock settles."""
+
+    SAMPLES = FEWEST_SAMPLES = 2
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.meter = seconds, Meter()
+
+    def take(self, calls, count):
+        graph = self.graph(calls, count)
+        replays = max(3, round(self.seconds / (self.sample(calls, count) * count)))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        settled = replays // 3
+        for i in range(replays):
+            if i == settled:
+                begin.record()
+            graph.replay()
+        end.record()
+        begin.synchronize()
+        clocks, start, joules = [], time.perf_counter(), self.meter.joules()
+        while not end.query():
+            clocks.append(self.meter.mhz())
+            time.sleep(0.005)
+        watts = (self.meter.joules() - joules) / (time.perf_counter() - start)
+        clocks = clocks or [self.meter.mhz()]
+        return begin.elapsed_time(end) / 1e3 / (count * (replays - settled)), {
+            "mhz": round(statistics.fmean(clocks)),
+            "watts": round(watts),
+        }
 
 
 # ---- A plain product in Triton -------------------------------------------------------------------------------------
@@ -253,9 +293,9 @@ def gradient_b(m, n, k):
     return product("gemm dB", n, k, m, lambda: (normal(m, n).T, normal(m, k)), torch.bfloat16, {"pydet": {}})
 
 
-def random_rows(count, seed):
+def random_rows(count, seed, shapes=None, least_m=1):
     """Products drawn from the layers of published models, in each direction; few tokens go to skinny_gemm."""
-    for drawn in model_shapes.draw(count, seed):
+    for drawn in model_shapes.draw(count, seed, least_m=least_m, shapes=shapes):
         yield partial(random_row, drawn)
 
 
@@ -431,6 +471,7 @@ def card():
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": cuda_norms.accuracy}
+LISTS |= {"head_memory": cuda_tokens.head_memory}
 # Rows of out of a product that was drawn at random, up to and including.
 RANGES = [64, 128, 512, 2048, 8192]
 
@@ -450,6 +491,8 @@ def random_summary(entries):
                 if least <= rows <= most:
                     groups.setdefault(f"forward, {least} to {most} rows", []).append(entry)
                 least = most + 1
+        if int(entry["shape"].split(" x ")[2]) % 64:
+            groups.setdefault("sums over no whole 64", []).append(entry)
     return [
         f"{name:34} pydet / cublas: {draws.said((entry['times_peer'], entry['shape']) for entry in its)}"
         for name, its in groups.items()
@@ -472,7 +515,7 @@ ROWS = {
 RANDOM = {"gemm": (random_rows, random_summary)}
 RANDOM |= {name: (draw, cuda_norms.random_summary) for name, draw in cuda_norms.RANDOM.items()}
 RANDOM |= {name: (draw, cuda_attention.random_summary) for name, draw in cuda_attention.RANDOM.items()}
-RANDOM |= {name: (draw, draws.summary) for name, draw in cuda_tokens.RANDOM.items()}
+RANDOM |= {name: (draw, draws.summary) for name, draw in {**cuda_tokens.RANDOM, **cuda_fp8.RANDOM}.items()}
 
 
 def summary(entries):
@@ -500,6 +543,9 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a few shapes of each")
     parser.add_argument("--random", type=int, metavar="N", help=f"{', '.join(RANDOM)}: N problems drawn, not the list")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--unseen", action="store_true", help="gemm: of models that no table was fitted to")
+    parser.add_argument("--least-rows", type=int, default=1, metavar="M", help="of gemm --random")
+    parser.add_argument("--sustained", type=float, metavar="S", help="run each variant for so many seconds, twice")
     parser.add_argument("--part", default="1/1", metavar="I/P", help="every P-th of the rows, from the I-th on")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row of an operation after so long")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
@@ -507,9 +553,11 @@ def main():
     operations = options.operations or [*ROWS, *LISTS]
     if options.random and (len(operations) > 1 or operations[0] not in RANDOM):
         parser.error(f"--random is for one of {', '.join(RANDOM)}")
+    if (options.unseen or options.least_rows > 1) and not (options.random and operations == ["gemm"]):
+        parser.error("--unseen and --least-rows are for gemm --random")
     if unknown := set(operations) - {*ROWS, *LISTS}:
         parser.error(f"no such operation: {', '.join(sorted(unknown))}")
-    device, wrong = Cuda(), []
+    device, wrong = Sustained(options.sustained) if options.sustained else Cuda(), []
     name = torch.cuda.get_device_name().split()[1].lower()
     options.out.mkdir(exist_ok=True, parents=True)
     command = " ".join(["python -m bench.cuda", *sys.argv[1:]])
@@ -522,6 +570,9 @@ def main():
             continue
         before = card()
         drawn, (draw, summarise) = bool(options.random), RANDOM.get(operation, (None, None))
+        if operation == "gemm":
+            shapes = model_shapes.unseen() if options.unseen else None
+            draw = partial(draw, shapes=shapes, least_m=options.least_rows)
         rows = draw(options.random, options.seed) if drawn else ROWS[operation](options.quick)
         part, parts = map(int, options.part.split("/"))
         rows = itertools.islice(rows, part - 1, None, parts)
@@ -530,7 +581,8 @@ def main():
         print(f"card before: {before}\ncard after:  {after}")
         lines = summarise(entries) if drawn else summary(entries)
         print("\n".join(lines), flush=True)
-        path = options.out / (f"{name}_{operation}" + "_random" * drawn)
+        kinds = "_unseen" * options.unseen + "_sustained" * bool(options.sustained)
+        path = options.out / (f"{name}_{operation}{kinds}" + "_random" * drawn)
         harness.write_json(path.with_suffix(".json"), command, entries, {"card_before": before, "card_after": after})
         harness.write_table(path.with_suffix(".md"), entries)
         with path.with_suffix(".md").open("a") as table:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 import pydet
+from bench import draws, model_shapes
 from bench.harness import Row, Variant
 
 L2_BYTES = 50 << 20
@@ -127,7 +128,7 @@ def quantisation(granularity, transposed, m, k):
 
 
 def dense_rows(quick):
-    for recipe in ("blocks", "rows", "one scale"):
+    for recipe in RECIPES:
         for n, k in DENSE_NK[:2] if quick else DENSE_NK:
             for m in (512, 4096) if quick else DENSE_M:
                 yield partial(product, recipe, m, n, k)
@@ -146,4 +147,17 @@ def quantize_rows(quick):
             yield partial(quantisation, granularity, transposed, m, k)
 
 
+RECIPES = ("blocks", "rows", "one scale")
+MOST_M = 8192
+
+
+def drawn(generator, between):
+    """Of models that no table was fitted to; torch takes extents of whole 16, and of blocks whole 128."""
+    recipe, m = generator.choice(RECIPES), between(1, MOST_M)
+    unit = 128 if recipe == "blocks" else 16
+    shapes = [(n, k) for n, k in model_shapes.unseen() if n % unit == 0 and k % unit == 0]
+    return partial(product, recipe, m, *generator.choice(shapes))
+
+
+RANDOM = {"scaled_gemm": partial(draws.rows, drawn)}
 ROWS = {"scaled_gemm": dense_rows, "fp8_decode": decode_rows, "quantize": quantize_rows}

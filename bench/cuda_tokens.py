@@ -269,9 +269,10 @@ def head_step(tokens, hidden, vocabulary):
     def step(loss, *more):
         return torch.autograd.grad(loss(x, w, target, *more), (x, w))
 
-    def products():
+    def products(times=1):
         given, weight = x.detach(), w.detach()
-        torch.mm(given, weight.T, out=d)
+        for _ in range(times):
+            torch.mm(given, weight.T, out=d)
         return torch.mm(d, weight), torch.mm(d.T, given)
 
     variants = [
@@ -282,6 +283,7 @@ def head_step(tokens, hidden, vocabulary):
         Variant("stock, loss in fp32", [partial(step, stock_loss, True)]),
         Variant("stock, loss in bf16", [partial(step, stock_loss, False)]),
         Variant("three torch.mm", [products]),
+        Variant("four torch.mm", [partial(products, 2)]),
     ]
     work = 6 * tokens * hidden * vocabulary
     return Row(
@@ -296,22 +298,96 @@ def head_forward(tokens, hidden, vocabulary):
     def stock():
         return torch.log_softmax(F.linear(x, w).float(), -1).gather(-1, index[:, None])
 
+    ask = partial(pydet.torch.linear_log_prob, x, w, index)
     variants = [
-        Variant("pydet", [partial(pydet.torch.linear_log_prob, x, w, index)]),
+        Variant("pydet", [ask]),
+        Variant("pydet, with the entropy", [partial(ask, return_entropy=True)]),
+        Variant("pydet, with a temperature", [partial(ask, temperature=0.7)]),
         Variant("stock", [stock]),
+        Variant("stock, with the entropy", [partial(stock_policy, x, w, index, 1.0)]),
         Variant("one torch.mm", [partial(torch.mm, x, w.T)]),
     ]
     work = 2 * tokens * hidden * vocabulary
     return Row("head, log_prob", f"{tokens} x {hidden} x {vocabulary}", "bf16", variants, "stock", work, "GFLOP/s")
 
 
+def stock_policy(x, w, index, temperature):
+    """(log-probability, entropy)"""
+    logs = torch.log_softmax(F.linear(x, w).float() / temperature, -1)
+    return logs.gather(-1, index[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+def head_policy(tokens, hidden, vocabulary):
+    """A policy's loss, of log-probabilities and an entropy at a temperature, with its gradients; and a loss whose
+    gradients want more than the log-probability."""
+    x, w, index = normal(tokens, hidden), 0.02 * normal(vocabulary, hidden), integers(vocabulary, tokens)
+    x, w = (t.requires_grad_() for t in (x, w))
+
+    def step(ask):
+        log_prob, entropy = ask()
+        return torch.autograd.grad(log_prob.mean() + 0.01 * entropy.mean(), (x, w))
+
+    ours = partial(pydet.torch.linear_log_prob, x, w, index, temperature=0.7, return_entropy=True)
+    smooth = {"label_smoothing": 0.1, "z_loss": 1e-4}
+    variants = [
+        Variant("pydet", [partial(step, ours)]),
+        Variant(
+            "pydet, smoothed and z-loss, at once",
+            [partial(pydet.torch.linear_cross_entropy_and_gradients, x, w, index, **smooth)],
+        ),
+        Variant("stock", [partial(step, partial(stock_policy, x, w, index, 0.7))]),
+    ]
+    work = 6 * tokens * hidden * vocabulary
+    return Row("head, policy", f"{tokens} x {hidden} x {vocabulary}", "bf16", variants, "stock", work, "GFLOP/s")
+
+
+def head_dx(tokens, hidden, vocabulary):
+    """The gradient by the head's input alone: few outputs, and a sum over the vocabulary."""
+    weights = [normal(vocabulary, hidden) for _ in range(2)]
+    d, out, other = normal(tokens, vocabulary), normal(tokens, hidden), normal(tokens, hidden)
+    variants = [
+        Variant("pydet", [partial(pydet.gemm, d, w, out=out) for w in weights], [out]),
+        Variant("cublas", [partial(torch.mm, d, w, out=other) for w in weights]),
+    ]
+    work = 2 * tokens * hidden * vocabulary
+    return Row("head, dx", f"{tokens} x {hidden} x {vocabulary}", "bf16", variants, "cublas", work, "GFLOP/s")
+
+
+def head_memory():
+    """MB at most beside the operands, of the steps of head_step and head_policy."""
+    found = []
+    for shape in HEADS:
+        for make in (head_step, head_policy):
+            row = make(*shape)
+            for variant in row.variants:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                kept = variant.calls[0]()
+                torch.cuda.synchronize()
+                most = torch.cuda.max_memory_allocated() - before
+                found.append({"op": row.op, "shape": row.shape, "variant": variant.name, "MB": round(most / 2**20)})
+                del kept
+            del row, variant
+    return found
+
+
 HEADS = [(8192, 4096, 128256), (2048, 7168, 129280), (4096, 3584, 152064), (512, 4096, 128256)]
+
+
+DX_ROWS = [1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192]
 
 
 def head_rows(quick):
     for shape in HEADS[-1:] if quick else HEADS:
-        for make in (head_step, head_forward):
+        for make in (head_step, head_forward, head_policy):
             yield partial(make, *shape)
+
+
+def dx_rows(quick):
+    for _, hidden, vocabulary in HEADS[:1] if quick else HEADS[:3:2]:
+        for tokens in DX_ROWS[:3] if quick else DX_ROWS:
+            yield partial(head_dx, tokens, hidden, vocabulary)
 
 
 # ---- Drawn problems --------------------------------------------------------------------------------------------------
@@ -351,6 +427,7 @@ ROWS = {
     "activation": activation_rows,
     "embedding": embedding_rows,
     "head": head_rows,
+    "head_dx": dx_rows,
 }
 RANDOM = {
     "sample": partial(draws.rows, draw_sample),

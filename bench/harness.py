@@ -5,7 +5,7 @@ turns, sample by sample, so that a machine that slows down slows them all. Each 
 several sets of buffers, as many as make the last-level cache forget the first. A figure is the median of its samples.
 
 A device is a class that times calls, clears and reads outputs, and says how many samples to take: Cpu is the one here,
-bench/cuda.py has the other.
+bench/cuda.py has the others.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -88,6 +89,10 @@ class Cpu:
         self.disturbed += 1
         return seconds / count
 
+    def take(self, calls, count):
+        """Seconds a call of a sample that counts, and what else was read meanwhile."""
+        return self.sample(calls, count), {}
+
     def waited(self):
         """Seconds for which threads of this process were ready to run but had no core; 0 where Linux does not say."""
         nanoseconds = 0
@@ -158,7 +163,7 @@ def measure(row, device, threads):
             seconds = device.sample(v.calls, max(len(v.calls), round(0.1 * device.SAMPLE_SECONDS / seconds)))
             counts[v.name] = max(len(v.calls), round(device.SAMPLE_SECONDS / seconds))
 
-    samples = {v.name: [] for v in row.variants}
+    samples, readings = ({v.name: [] for v in row.variants} for _ in range(2))
     disturbed = dict.fromkeys(samples, 0)
     start = time.perf_counter()
     for taken in range(device.SAMPLES):
@@ -166,7 +171,9 @@ def measure(row, device, threads):
             break
         for v in row.variants:
             before = device.disturbed
-            samples[v.name].append(device.sample(v.calls, counts[v.name]))
+            seconds, read = device.take(v.calls, counts[v.name])
+            samples[v.name].append(seconds)
+            readings[v.name].append(read)
             disturbed[v.name] += device.disturbed - before
 
     # What the timed calls left, computed anew since the outputs were cleared.
@@ -202,6 +209,7 @@ def measure(row, device, threads):
                 "buffer_sets": len(v.calls),
                 "note": row.note,
             }
+            | {key: round(statistics.fmean(read[key] for read in readings[v.name])) for key in readings[v.name][0]}
         )
     return entries
 
@@ -237,6 +245,7 @@ COLUMNS = (
     ("us", -10, lambda e: f"{'~' * (e['disturbed'] > e['samples'] // 2)}{e['us']:.{2 if e['us'] < 100 else 0}f}"),
     ("rate", -14, lambda e: f"{e['rate']:.2f} {e['unit']}" if e["rate"] else ""),
     ("x peer", -6, lambda e: f"{e['times_peer']:.2f}" if e["times_peer"] else ""),
+    ("MHz, W", -9, lambda e: f"{e['mhz']}, {e['watts']}" if "mhz" in e else ""),
     ("bits ok", -7, lambda e: {True: "yes", False: "NO", None: ""}[e["bits_ok"]]),
     ("kernel", 36, lambda e: e.get("kernel") or ""),
 )
@@ -266,6 +275,14 @@ def machine():
     }
 
 
+def commit():
+    """Of the checkout that runs; where it is no checkout, what PYDET_COMMIT says."""
+    described = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    return os.environ.get("PYDET_COMMIT")
+
+
 def versions():
     import numpy as np
 
@@ -274,6 +291,7 @@ def versions():
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     found = {
         "pydet": pydet.__version__,
+        "commit": commit(),
         "numerics": pydet.NUMERICS,
         "python": platform.python_version(),
         "numpy": np.__version__,

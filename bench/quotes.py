@@ -208,6 +208,34 @@ def of_ranks():
             yield f"{name}: us", " | ".join(f"{us[m][title]:.{1 if us[m][title] < 100 else 0}f}" for m in shown)
             for other in others:
                 yield f"{name}: {other}", " | ".join(f"{speeds[other][m]:.2f}" for m in shown)
+    yield from of_two_ranks(summary.rows("h200x2_distributed"))
+
+
+def of_two_ranks(rows):
+    """Eight segments of each product by each method, N, K = 4096, 14336 and 8192, 8192; experts and a head."""
+    products = [{row["m"]: row for row in rows if row["part"] == "row" and row["n"] == n} for n in (4096, 8192)]
+
+    def speed(row, method=None):
+        return row["us"][distributed_tables.PLAIN] / row["us"][f"{method or row['auto']['8']}, 8 segments"]
+
+    for method in ("peer_one_shot", "peer_two_shot", "peer_stream", "relay"):
+        shown = [m for m in products[0] if f"{method}, 8 segments" in products[0][m]["us"] and m != 8]
+        yield f"{method} of two", " | ".join(", ".join(f"{speed(of[m], method):.2f}" for of in products) for m in shown)
+    few = [[speed(row) for m, row in of.items() if m <= 64] for of in products]
+    yield "two ranks, 1 to 64 rows", "; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in few)
+    yield "two ranks, 512 rows", "; ".join(f"{speed(of[512]):.2f}" for of in products)
+    yield "two ranks, 4096 rows, a graph", "; ".join(f"{speed(of[4096]):.2f}" for of in products)
+    yield "two ranks, 4096 rows, eagerly", "; ".join(f"{speed(of[4096], 'peer_stream'):.2f}" for of in products)
+    for row in (row for row in rows if row["part"] == "experts"):
+        us = row["us"]
+        for peer in ("plain", "one GPU"):
+            both = (us[f"{peer}, {part}"] / us[f"expert_parallel, {part}"] for part in ("forward", "step"))
+            yield f"experts, {row['tokens']} tokens, {peer}", " and ".join(f"{ratio:.2f}" for ratio in both)
+    (head,) = (row["us"] for row in rows if row["part"] == "head")
+    ms = ("vocab_parallel_linear_log_prob", "one GPU, linear_log_prob", "plain, logits in memory")
+    for name in ms:
+        yield f"head of two, {name}", f"{head[name] / 1e3:.1f}"
+    yield "head of two", f"{head['one GPU, segments'] / head[ms[0]]:.2f}"
 
 
 def of_hand():
@@ -369,6 +397,22 @@ QUOTES = {
         "| S = 8 | {2 ranks, 4096 x 14336: row_parallel_linear, 8 segments} |",
         "| N, K = 8192, 8192, S = 2 | {2 ranks, 8192 x 8192: row_parallel_linear, 2 segments} | "
         "| S = 8 | {2 ranks, 8192 x 8192: row_parallel_linear, 8 segments} |",
+        "| `peer_one_shot` | {peer_one_shot of two} |",
+        "| `peer_two_shot` | {peer_two_shot of two} |",
+        "| `peer_stream` | {peer_stream of two} |",
+        "| `relay` |  |  |  |  | {relay of two} |",
+        "| 1 to 64 | 1.00 | {two ranks, 1 to 64 rows} |",
+        "| 512 | 0.95 | {two ranks, 512 rows} |",
+        "| 4096 | 0.95 | {two ranks, 4096 rows, a graph} by `relay` | "
+        "{two ranks, 4096 rows, eagerly} by `peer_stream` |",
+        "of 4,096 tokens {experts, 4096 tokens, one GPU} times as fast as on one of them, and "
+        "{experts, 4096 tokens, plain} times as fast as PyTorch's",
+        "of 128 tokens {experts, 128 tokens, one GPU} times as fast as on one, and {experts, 128 tokens, plain} times "
+        "as fast as PyTorch's",
+        "take {head of two, vocab_parallel_linear_log_prob} ms on two GPUs, where `linear_log_prob` takes "
+        "{head of two, one GPU, linear_log_prob} on one and PyTorch, with the logits in memory, "
+        "{head of two, plain, logits in memory} on two",
+        "It is {head of two} times as fast as the same segments on one",
         "all-reduce of the same fp32 sums differs in {8 ranks: fp32 sums}, of rounded ones in {8 ranks: rounded sums}",
         "of all-reduced fp32 sums {2 ranks: fp32 sums}, of rounded ones {2 ranks: rounded sums}",
     ],

@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import distributed_tables, harness
@@ -29,6 +29,8 @@ PART_OF = {
     "equality": "gemm",
     "rmsnorm_accuracy": "rmsnorm",
     "rmsnorm_quantize": "quantize",
+    "head_dx": "head",
+    "head_memory": "head",
     "attention_varlen": "attention",
     "attention_decode": "attention",
     "attention_paged": "attention",
@@ -41,7 +43,8 @@ ROW_BANDS = ("to 256 rows", "more rows", "rows of no whole 16 bytes")  # of norm
 
 @dataclass
 class Problem:
-    """One problem of a run. us: the median time of each variant. work: of one call, in operations or bytes."""
+    """One problem of a run. us: the median time of each variant. work: of one call, in operations or bytes. kernels: of
+    pydet's variants. card: of a sustained run, the clock in MHz and the power in W of each variant."""
 
     op: str
     shape: str
@@ -51,6 +54,8 @@ class Problem:
     us: dict
     work: float | None = None
     unit: str = ""
+    kernels: dict = field(default_factory=dict)
+    card: dict = field(default_factory=dict)
 
     @property
     def extents(self):
@@ -83,7 +88,7 @@ def rounded(number):
 def operation(name):
     """Whose summary a run of this name is in: of "h100_gemm_random", gemm; of "cpu_fp8", cpu."""
     device, _, rest = name.partition("_")
-    rest = rest.removesuffix("_random")
+    rest = rest.removesuffix("_random").removesuffix("_sustained").removesuffix("_unseen")
     return "cpu" if device == "cpu" else PART_OF.get(rest, rest)
 
 
@@ -108,12 +113,16 @@ def condensed(name, raw):
         key = row["op"], row["shape"], row["dtype"], row["threads"]
         if key not in open_at or row["variant"] in found[open_at[key]][5]:  # the same problem once more
             open_at[key] = len(found)
-            found.append([*key, None, {}, None, ""])
+            found.append([*key, None, {}, None, "", {}])
         problem = found[open_at[key]]
         problem[4] = row["peer"] or problem[4]
         problem[5][row["variant"]] = rounded(row["us"])
         if row["rate"]:
-            problem[6:] = rounded(row["rate"] * row["us"] * 1e3), row["unit"]
+            problem[6:8] = rounded(row["rate"] * row["us"] * 1e3), row["unit"]
+        if row.get("kernel"):
+            problem[8][row["variant"]] = row["kernel"]
+        if "mhz" in row:
+            problem[9:] = [{**(problem[9] if problem[9:] else {}), row["variant"]: [row["mhz"], row["watts"]]}]
     return run | {"problems": found}
 
 
@@ -166,14 +175,16 @@ def speeds(found):
         what = f"{problem.op}, {problem.dtype}" + (f", {problem.threads} thr." if problem.threads else "")
         for ours, other in problem.pairs():
             for band in ("all", problem.band()):
-                groups[what, ours, other][band].append((problem.us[other] / problem.us[ours], problem.shape))
+                shape = problem.shape.replace(" x ", "x")
+                by = f", {problem.kernels[ours]}" if ours in problem.kernels else ""
+                groups[what, ours, other][band].append((problem.us[other] / problem.us[ours], shape, by))
     for (what, ours, other), bands in groups.items():
         whole = bands.pop("all")
         bands = {band: bands[band] for band in (*BANDS, *ROW_BANDS) if 0 < len(bands.get(band, [])) < len(whole)}
         for band, ratios in {"all": whole, **bands}.items():
             ratios.sort()
-            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
-            worst, best = (f"{ratio:.2f} ({shape.replace(' x ', 'x')})" for ratio, shape in (ratios[0], ratios[-1]))
+            mean = statistics.geometric_mean(ratio for ratio, *_ in ratios)
+            worst, best = (f"{ratio:.2f} ({shape}{by})" for ratio, shape, by in (ratios[0], ratios[-1]))
             cells = len(ratios), f"{mean:.3f}", f"{ratios[len(ratios) // 20][0]:.2f}", worst, best
             yield what if band == "all" else "", band, ours, other, *cells
 
@@ -189,9 +200,14 @@ def times(found):
         by_op[problem.op, problem.dtype, problem.threads, tuple(problem.us)].append(problem)
     for (op, dtype, threads, variants), its in by_op.items():
         title = f"{op}, {dtype}, us" + (f", {threads} thr." if threads else "")
-        body = [(p.shape, *(shown(p.us[name]) for name in variants)) for p in its]
+        body = [(p.shape, *(shown(p.us[name]) + on_card(p, name) for name in variants)) for p in its]
+        title += "; MHz, W" * any(p.card for p in its)
         yield ""
         yield from table((title, *variants), ("---", *["---:"] * len(variants)), body)
+
+
+def on_card(problem, variant):
+    return "; {}, {}".format(*problem.card[variant]) if problem.card else ""
 
 
 def described(run):
@@ -200,6 +216,7 @@ def described(run):
     words = [f"`{run['command']}`"] if "command" in run else []
     words += [run["date"]] if "date" in run else []
     words += [f"release {about['pydet']}"] if "pydet" in about else []
+    words += [f"commit {about['commit']}"] if about.get("commit") else []
     words += [about["gpu"]] if "gpu" in about else [machine if isinstance(machine, str) else machine.get("cpu", "")]
     words += [f"{name} {about[name]}" for name in ("torch", "cuda") if about.get(name)]
     return ", ".join(word for word in words if word)
@@ -219,7 +236,7 @@ def page(name, runs):
             head = ("", "rows", "variant", "beside", "problems", "mean", "5th percentile", "worst", "best")
             rules = ("---", "---", "---", "---", "---:", "---:", "---:", "---", "---")
             yield from table(head, rules, speeds(found))
-            if not run["name"].endswith("_random"):
+            if not run["name"].endswith("_random") or any(problem.card for problem in found):
                 yield from times(found)
         elif name == "distributed":
             yield from distributed_tables.report(run["rows"])

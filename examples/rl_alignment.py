@@ -21,15 +21,17 @@ rollout has a copy of the model that keeps them quantised.
 
 What is between works row by row: rotary embedding, SiLU. Converted, a decoding step is pydet.attention of a cache and
 the lengths of its sequences, and the trainer's forward is attention_varlen of sequences that are packed behind each
-other; the log-probabilities of the tokens are pydet.torch.log_prob, which writes none of the others, and the trainer's
+other. Tokens and their log-probabilities are pydet.torch.sample, of their logits, their place and the sequence's number
+as its seed; without pydet a table of noise and an argmax. The trainer's log-probabilities are
 pydet.torch.linear_log_prob, which has the logits of a few rows at a time in memory. Micro-batches are padded to a
-multiple of pydet.DWEIGHT_ROWS rows, and the embedding's gradient is a product with one-hot rows; so all gradients are
-sums that go on from one micro-batch to the next.
+multiple of pydet.DWEIGHT_ROWS rows, and the embedding becomes pydet.torch.Embedding, whose gradient adds the tokens of
+an id in their order; so all gradients are sums that go on from one micro-batch to the next.
 """
 
 import argparse
 import copy
 import datetime
+import functools
 import json
 import os
 import platform
@@ -84,12 +86,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Operations:
-    """What a model takes beside its modules: attention of one query a sequence, attention of packed sequences, one
-    column of log_softmax for each row, and that of a head's result: from head, input, columns and which rows."""
+    """What a model takes beside its modules: attention of one query a sequence, attention of packed sequences, a token
+    of each row of logits and its log-probability, and that of a head's result: from head, input, columns and which
+    rows."""
 
     decode: Callable[..., torch.Tensor]
     packed: Callable[..., torch.Tensor]
-    log_prob: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    sample: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     head_log_prob: Callable[..., torch.Tensor]
 
 
@@ -137,6 +140,24 @@ def stock_log_prob(logits, index):
     return logits.log_softmax(-1).gather(-1, index[:, None])[:, 0]
 
 
+@functools.cache
+def gumbel_noise(device):
+    return -torch.empty(1 << 20, device=device).exponential_(generator=torch.Generator(device).manual_seed(1)).log()
+
+
+def stock_sample(logits, layout):
+    """The noise of position t of sequence i begins at a place of a table that only i and t decide."""
+    noise, slots = gumbel_noise(logits.device), torch.arange(logits.shape[-1], device=logits.device)
+    start = layout.rows * 40503 + layout.positions * 69069
+    chosen = (logits + noise[(start[:, None] + slots) % len(noise)]).argmax(-1)
+    return chosen, stock_log_prob(logits, chosen)
+
+
+def pydet_sample(logits, layout):
+    """The seed of a sequence is its number."""
+    return pydet.torch.sample(logits, layout.rows, layout.positions)[:2]
+
+
 def stock_head_log_prob(head, hidden, index, rows):
     return stock_log_prob(head(hidden).float()[rows], index[rows])
 
@@ -146,9 +167,9 @@ def pydet_head_log_prob(head, hidden, index, rows):
     return pydet.torch.linear_log_prob(hidden, head.weight, index)[rows]
 
 
-TORCH = Operations(stock_decode, stock_packed, stock_log_prob, stock_head_log_prob)
-PRODUCTS = Operations(products_decode, products_packed, stock_log_prob, stock_head_log_prob)
-PYDET = Operations(pydet_decode, pydet_packed, pydet.torch.log_prob, pydet_head_log_prob)
+TORCH = Operations(stock_decode, stock_packed, stock_sample, stock_head_log_prob)
+PRODUCTS = Operations(products_decode, products_packed, stock_sample, stock_head_log_prob)
+PYDET = Operations(pydet_decode, pydet_packed, pydet_sample, pydet_head_log_prob)
 PARTS = 4  # micro-batches of a training step
 SMALL = Config(256, 64, 128, 2, 4, 2, max_length=64)
 
@@ -301,26 +322,6 @@ class Packed:
         return self.operations.packed(q, k, v, self)
 
 
-class OneHotEmbedding(torch.autograd.Function):
-    """An embedding whose gradient continues in main_grad as a product with one-hot rows."""
-
-    @staticmethod
-    def forward(ctx, tokens, weight):
-        ctx.tokens, ctx.weight = tokens, weight
-        return weight[tokens]
-
-    @staticmethod
-    def backward(ctx, dy):
-        chosen = dy.new_zeros(len(ctx.tokens), len(ctx.weight)).scatter_(1, ctx.tokens[:, None], 1)
-        pydet.gemm_db(chosen, dy, out=ctx.weight.main_grad, accumulate=True)
-        return None, None
-
-
-class Embedding(nn.Embedding):
-    def forward(self, tokens):
-        return OneHotEmbedding.apply(tokens, self.weight) if torch.is_grad_enabled() else self.weight[tokens]
-
-
 def differing(a, b):
     """Elements whose bits are not the same."""
     words = {4: torch.int32, 2: torch.int16}[a.element_size()]
@@ -341,21 +342,18 @@ def seconds(call, device, count=3):
 
 
 @torch.no_grad()
-def decode(model, first, steps, noise, operations):
+def decode(model, first, steps, operations):
     """Samples a sequence from each first token: (tokens [batch, steps + 1], their log-probabilities [batch, steps],
-    tokens a second). Step t of sequence i takes its Gumbel noise from a place in `noise` that only i and t decide."""
+    tokens a second)."""
     batch, device = len(first), first.device
     layout, given = Decoding(model, batch, operations), first.clone()
-    slots = torch.arange(model.config.vocab_size, device=device)
 
     def step():
         layout.start_step()
-        logits = model(given, layout)
-        start = layout.rows * 40503 + layout.positions * 69069
-        chosen = (logits + noise[(start[:, None] + slots) % len(noise)]).argmax(-1)
+        chosen, log_prob = operations.sample(model(given, layout), layout)
         given.copy_(chosen)
         layout.positions.add_(1)
-        return chosen, operations.log_prob(logits, chosen)
+        return chosen, log_prob
 
     run = step
     if device.type == "cuda":
@@ -457,10 +455,10 @@ def card():
     return dict(zip(names.split(","), done.stdout.splitlines()[0].split(", "), strict=True))
 
 
-def compare_rollouts(rollout, model, tokens, lengths, weights, noise, operations, batches):
+def compare_rollouts(rollout, model, tokens, lengths, weights, operations, batches):
     """What one model samples, in each size of batch, against a trainer's forward by another. Of `tokens` only the first
     of each sequence is used."""
-    rollouts = {batch: decode(rollout, tokens[:batch, 0], tokens.shape[1] - 1, noise, operations) for batch in batches}
+    rollouts = {batch: decode(rollout, tokens[:batch, 0], tokens.shape[1] - 1, operations) for batch in batches}
     tokens, result = rollouts[batches[-1]][0], {}
     for batch, (sampled, found, rate) in rollouts.items():
         sequences = torch.cat((sampled, tokens[batch:]))
@@ -479,9 +477,9 @@ def compare_rollouts(rollout, model, tokens, lengths, weights, noise, operations
     return result
 
 
-def compare(model, tokens, lengths, weights, noise, operations, batches, rollout=None):
+def compare(model, tokens, lengths, weights, operations, batches, rollout=None):
     """All the counts of one way to compute. `rollout` samples, if it is given, and else the model."""
-    result = compare_rollouts(rollout or model, model, tokens, lengths, weights, noise, operations, batches)
+    result = compare_rollouts(rollout or model, model, tokens, lengths, weights, operations, batches)
     whole, took, most = gradients(model, tokens, lengths, weights, 1, operations)
     parts, took_parts, most_parts = gradients(model, tokens, lengths, weights, PARTS, operations)
     result["gradients, one batch and four micro-batches"] = {
@@ -505,7 +503,7 @@ def frozen_copy(model):
 
 def drawn(config, device):
     """A model with random weights, and what is sampled and learned: (model, first tokens, lengths, weights of the loss,
-    noise, sizes of batches). The same on every rank."""
+    sizes of batches). The same on every rank."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16)
@@ -517,8 +515,7 @@ def drawn(config, device):
     tokens = torch.randint(config.vocab_size, (sequences, longest), device=device)
     lengths = torch.randint(longest // 2, longest + 1, (sequences,)).tolist()
     weights = torch.randn(sequences, longest, device=device)  # the advantages
-    noise = -torch.empty(1 << 20, device=device).exponential_().log()
-    return model, tokens, lengths, weights, noise, (1, 3, sequences)
+    return model, tokens, lengths, weights, (1, 3, sequences)
 
 
 def wrong(entries):
@@ -543,7 +540,7 @@ def main():
     config = SMALL if device == "cpu" else Config()
     if options.config:
         config = Config.read(options.config)
-    model, tokens, lengths, weights, noise, batches = drawn(config, device)
+    model, tokens, lengths, weights, batches = drawn(config, device)
     report = {
         "command": "python examples/rl_alignment.py"
         + " --small" * options.small
@@ -558,21 +555,18 @@ def main():
     }
     if device == "cuda":
         report["card before"] = card()
-    report["torch"] = compare(model, tokens, lengths, weights, noise, TORCH, batches)
+    report["torch"] = compare(model, tokens, lengths, weights, TORCH, batches)
     report["override_aten"] = caught_in_step(model, tokens, lengths, weights)
     with pydet.torch.override_aten():
-        report["override_aten"] |= compare(model, tokens, lengths, weights, noise, PRODUCTS, batches)
+        report["override_aten"] |= compare(model, tokens, lengths, weights, PRODUCTS, batches)
     conversion = pydet.torch.convert(model)
-    embedding = Embedding(config.vocab_size, config.hidden_size, _weight=model.embed_tokens.weight)
-    model.embed_tokens = embedding
-    pydet.torch.accumulate_gradients(model)
-    embedding.weight.main_grad = torch.zeros_like(embedding.weight, dtype=torch.float32)
+    pydet.torch.accumulate_gradients(model)  # the embedding's too
     report["swapped for pydet"], report["left"] = len(conversion.swapped), conversion.left
-    report["pydet"] = compare(model, tokens, lengths, weights, noise, PYDET, batches)
+    report["pydet"] = compare(model, tokens, lengths, weights, PYDET, batches)
     if options.fp8:
         pydet.torch.convert(model, fp8=lambda name, _: name != "lm_head")
         rollout = frozen_copy(model)
-        report["pydet, fp8"] = compare(model, tokens, lengths, weights, noise, PYDET, batches, rollout=rollout)
+        report["pydet, fp8"] = compare(model, tokens, lengths, weights, PYDET, batches, rollout=rollout)
     if device == "cuda":
         report["card after"] = card()
     print(json.dumps(report, indent=2))

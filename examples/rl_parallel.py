@@ -38,7 +38,12 @@ def set_heads(model, heads, share):
         layer.self_attn.config, layer.self_attn.share = model.config, share
 
 
-def ordered(model, mesh, embedding):
+class Embedding(torch.nn.Embedding):
+    def forward(self, tokens):
+        return pydet.torch.embedding(tokens, self.weight)
+
+
+def ordered(model, mesh):
     """A copy by pydet, tensor parallel over the mesh: its bits do not depend on how many ranks that are."""
     model = copy.deepcopy(model)
     pydet.torch.convert(model)
@@ -48,8 +53,7 @@ def ordered(model, mesh, embedding):
         parallelize_module(layer, mesh, plan)
     set_heads(model, SEGMENTS // mesh.size(), partial(pd.share_heads, segments=SEGMENTS, group=mesh.get_group()))
     weight = model.embed_tokens.weight
-    model.embed_tokens = embedding(*weight.shape, _weight=weight)
-    model.embed_tokens.weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    model.embed_tokens = Embedding(*weight.shape, _weight=weight)
     return model
 
 
@@ -83,13 +87,13 @@ def all_reduced(model):
     return model
 
 
-def compare(this, model, trainer_ranks, tokens, lengths, weights, noise, batches):
+def compare(this, model, trainer_ranks, tokens, lengths, weights, batches):
     """All the counts; `this` is rl_alignment."""
     world, kind = dist.get_world_size(), tokens.device.type
     trainers = init_device_mesh(kind, (world // trainer_ranks, trainer_ranks), mesh_dim_names=("copies", "tp"))
-    rollout = ordered(model, init_device_mesh(kind, (world,)), this.Embedding)
-    trainer = ordered(model, trainers["tp"], this.Embedding)
-    given = tokens, lengths, weights, noise
+    rollout = ordered(model, init_device_mesh(kind, (world,)))
+    trainer = ordered(model, trainers["tp"])
+    given = tokens, lengths, weights
     report = {"pydet": this.compare_rollouts(rollout, trainer, *given, this.PYDET, batches)}
     found, took = {}, {}
     for name, one in (("rollout", rollout), ("trainer", trainer)):

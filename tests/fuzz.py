@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 
 import ml_dtypes
 import numpy as np
@@ -36,6 +37,7 @@ import reference_activation
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_head
 import reference_rotary
 import reference_sample
 import reference_scan
@@ -810,6 +812,7 @@ def make_head(rng):
     given = options("pydet_linear_log_prob_options", **given)
     if wide:
         given.logits = (lib.PYDET_FLOAT, 32, 1)
+    given.softcap, given.temperature = rng.choice([0, 0, 0.5, 30]), rng.choice([0, 0, 1, 0.6, 3])
     inputs = {"x": x, "w": w, "bias": bias, "index": index}
     kind_of_sums = fp32 if accumulate else rng.choice([fp32, kind])
     if back:
@@ -1837,6 +1840,15 @@ def expected_log_prob(call, before):
     return {"dx": reference.log_prob_backward(of_row.reshape(-1), rows, columns).reshape(x.shape)}
 
 
+ROWS_BY_STEPS = types.SimpleNamespace(
+    activation=reference_activation.activation,
+    activation_backward=reference_activation.activation_backward,
+    softmax=reference.softmax,
+    log_softmax=reference.log_softmax,
+    log_prob_backward=reference.log_prob_backward,
+)
+
+
 def expected_head(call, before):
     x, w, bias, index = before["x"], before["w"], before.get("bias"), before["index"]
     back, lead, rows = call.op.endswith("backward"), x.shape[:-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -1851,22 +1863,23 @@ def expected_head(call, before):
     asked = (
         (0, 0, 0) if call.options is None else tuple(getattr(call.options.logits, f) for f in ("code", "bits", "lanes"))
     )
-    expect(asked in ((0, 0, 0), FLOAT32, TYPES_IN_C[x.dtype]), "took logits of", asked)
-    wide = asked == FLOAT32
+    kinds = {TYPES_IN_C[dtype]: dtype for dtype in map(np.dtype, DTYPES.values())} | {(0, 0, 0): x.dtype}
+    expect(asked in kinds, "took logits of", asked)
     arithmetic = ARITHMETICS[chosen(call, "arithmetic") or 1]
     expect(arithmetic == "ieee" or x.dtype.itemsize == 2, "took fp32 in", arithmetic)
     how, columns = {"arithmetic": arithmetic, "k_chunk": chosen(call, "k_chunk") or None}, index.reshape(-1)
     if not len(rows) and not back:
         return {}
-    z = reference.gemm(rows, w.T, bias=bias, out_dtype=np.float32 if wide else x.dtype, **how)
-    made = {"log_prob": reference.log_prob(z, columns).reshape(lead)} if before.get("log_prob") is not None else {}
+    z = reference.gemm(rows, w.T, bias=bias, out_dtype=kinds[asked], **how)
+    read = chosen(call, "softcap") or None, chosen(call, "temperature") or 1.0
+    expect(all(x is None or 0 < x < math.inf for x in read), "read logits by", read)
+    v = reference_head.read(z, *read, ROWS_BY_STEPS)[0]
+    made = {"log_prob": reference.log_prob(v, columns).reshape(lead)} if before.get("log_prob") is not None else {}
     if not back:
         return made
     accumulate = bool(chosen(call, "accumulate"))
-    d = reference.log_prob_backward(before["dlog_prob"].reshape(-1), z, columns)
-    if d.dtype != x.dtype:
-        none = np.empty((len(d), 0), x.dtype), np.empty((0, d.shape[1]), x.dtype)
-        d = reference.gemm(*none, initial=d, out_dtype=x.dtype, arithmetic=arithmetic)
+    by = before["dlog_prob"].reshape(-1), None, None, None
+    d = reference_head.gradient(z, columns, by, x.dtype, *read, ROWS_BY_STEPS)
     ones = np.ones((1, len(rows)), x.dtype)
     for name, left, right in (("dx", d, w), ("dw", d.T, rows), ("dbias", ones, d)):
         old = before.get(name)

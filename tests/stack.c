@@ -75,7 +75,8 @@ __attribute__((noinline)) static void run_embedding(const pydet_tensor *x, int64
 __attribute__((noinline)) static void run_head(int64_t *of_rows) {
   const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1}, whole = {PYDET_INT, 64, 1};
   int64_t of_x[] = {call.m, call.k}, of_w[] = {call.n, call.k}, of_columns[] = {call.n};
-  pydet_linear_log_prob_options options = {sizeof options, PYDET_AUTO, 0, {0, 0, 0}, 0, NULL, 0, 0};
+  pydet_linear_log_prob_options options = {sizeof options, PYDET_AUTO, 0,    {0, 0, 0}, 0, NULL, 0, 0, 0,
+                                           NULL,           NULL,       NULL, NULL,      0};
   pydet_tensor x = tensor(a, 2, of_x, NULL, call.dtype), w = tensor(b, 2, of_w, NULL, call.dtype);
   pydet_tensor index = tensor(b, 1, of_rows, NULL, whole), given = tensor(b, 1, of_rows, NULL, fp32);
   pydet_tensor dx = tensor(c, 2, of_x, NULL, call.dtype), dw = tensor(workspace, 2, of_w, NULL, fp32);

@@ -57,6 +57,13 @@ def test_a_timed_call_that_writes_nothing_is_found():
     assert bits_ok(harness.Variant("a", [only_once], [out])) == [False]
 
 
+def test_what_a_device_reads_is_in_each_entry(monkeypatch):
+    clocks = iter((1000, 1002))
+    monkeypatch.setattr(harness.Cpu, "take", lambda self, calls, count: (1e-3, {"mhz": next(clocks), "watts": 5}))
+    (one,) = harness.measure(harness.Row("op", "1", "fp32", [harness.Variant("a", [int])], peer="a"), harness.Cpu(), 1)
+    assert (one["mhz"], one["watts"]) == (1001, 5) and "1001, 5" in harness.table_line(one)
+
+
 def test_times_peer_and_rate():
     variants = [
         harness.Variant("fast", [lambda: time.sleep(0.002)]),
@@ -183,6 +190,20 @@ def test_a_summary_keeps_each_problem_once(tmp_path, monkeypatch):
     assert [run["name"] for run in summary.load("gemm").values()] == ["h100_gemm_random", "h100_gemm"]
     assert [p.us for p in summary.problems("h100_gemm_random")] == [{"pydet": 2.5}]
     assert summary.load("gemm")["h100_gemm"]["machine"] == {"cpu": "x", "card_before": {"copy_gb_per_s": 1}}
+
+
+def test_a_summary_keeps_kernels_and_what_the_card_did(tmp_path, monkeypatch):
+    """Of a sustained run the clock and the power of each variant; the worst problem names its kernel."""
+    monkeypatch.setattr(summary, "FOLDER", tmp_path / "results")
+    rows = written([(entry("2 x 8 x 8", 0.5), 4.0), (entry("2 x 8 x 8", None, "cublas") | {"peer": None}, 2.0)])
+    for row, kernel, mhz in zip(rows, ("cuda_gemm_a", None), (1300, 1400), strict=True):
+        row |= {"kernel": kernel, "mhz": mhz, "watts": 700}
+    (tmp_path / "h100_gemm_unseen_sustained_random.json").write_text(json.dumps(raw(*rows)))
+    summary.main([str(tmp_path)])
+    (found,) = summary.problems("h100_gemm_unseen_sustained_random")
+    assert found.kernels == {"pydet": "cuda_gemm_a"} and found.card == {"pydet": [1300, 700], "cublas": [1400, 700]}
+    page = (tmp_path / "results/gemm.md").read_text()
+    assert "| 0.50 (2x8x8, cuda_gemm_a) |" in page and "| 2 x 8 x 8 | 4.00; 1300, 700 | 2.00; 1400, 700 |" in page
 
 
 def test_a_run_with_changed_bits_is_no_result():

@@ -62,6 +62,16 @@ def test_norms_of_cpus_and_gpus_are_drawn_alike():
     assert 0.25 * 7 / 8 - 0.04 < odd < 0.25 * 7 / 8 + 0.04
 
 
+def test_unseen_products_are_of_no_size_that_tables_were_fitted_to():
+    unseen = model_shapes.unseen()
+    assert not set(unseen) & set(model_shapes.pool()) and len(set(unseen)) > 100
+    found = model_shapes.draw(600, 5, least_m=513, shapes=unseen)
+    assert {(problem.n, problem.k) for problem in found} <= set(unseen)
+    assert min(problem.m for problem in found) < 600 and max(problem.m for problem in found) > 7000
+    odd = sum(problem.k % 64 > 0 for problem in found) / len(found)
+    assert 0.2 < odd < 0.5, "sums of no whole 64 are a third"
+
+
 def test_a_layout_is_what_its_letters_say():
     for dtype in ("fp32", "bf16"):
         plain, transposed = (gemm.operand(1, 3, 5, letter, dtype) for letter in "NT")

@@ -26,6 +26,7 @@ import test_activation as activations
 import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
+import test_head as heads_of_models
 import test_rmsnorm_heads as heads
 import test_rmsnorm_quantize as quantized
 import test_rotary as rotary
@@ -329,6 +330,15 @@ def check_slabs(dtype):
             ("dx", "dw", "dbias", "log_prob"), run(Memory, *given), run(np.asarray, *given, room=1 << 28), strict=True
         ):
             assert_same_bits(got.tensor.array, want, f"{name} of {n} columns")
+
+
+@each("head_rows")
+def test_head_rows(device, kernel, dtype):
+    """Rows shorter than a block's lanes, as long, longer; in chunks; and in slabs."""
+    out = lambda result: result.tensor.array
+    shapes = [*heads_of_models.ASKED_SHAPES, (20, 6145)]
+    heads_of_models.check_asked(Memory, out, dtype, shapes, (16,), kernel=kernel.name)
+    heads_of_models.check_asked_in_slabs(Memory, out, dtype, kernel=kernel.name)
 
 
 @each("softmax_backward")

@@ -7,8 +7,10 @@ import pytest
 
 import capi
 import pydet
+import reference_head
 from capi import Tensor, ffi, lib
 from cases import DTYPES, data
+from pydet import frameworks, ops
 
 ARITHMETICS = {"fp32": ["ieee"], "bf16": ["ieee", "sm90", "sm80", "cdna3", "cdna2"], "fp16": ["ieee", "sm90"]}
 FIXED = 1024  # bytes of a workspace that are no row's
@@ -199,6 +201,123 @@ def test_the_least_workspace():
             pydet.linear_log_prob_backward(dlog_prob, x, w, index, workspace=least - 1, **how)
 
 
+# ---- What else rows are asked ---------------------------------------------------------------------------------------
+
+READ = [(1.0, None), (0.7, None), (1.0, 3.0), (1.3, 2.5)]  # temperature, softcap
+OTHER_TYPES = {"fp32": (None, "bfloat16"), "bf16": (None, "float32", "float16"), "fp16": (None, "float32", "bfloat16")}
+ASKED = reference_head.Rows._fields
+
+
+def ask(move, x, w, index, bias, by, room, **how):
+    """-> what rows are asked; dx, dw, dbias and log_prob of the gradient by it."""
+    names = zip(("dentropy", "dlse", "dmean"), by[1:], strict=True)
+    names = {name: move(gradient) for name, gradient in names if gradient is not None}
+    asked = {f"of_{name}": True for name in ASKED[1:]}
+    operands = [move(t) for t in (x, w, index)]
+    forward = ops.head._linear_log_prob(*operands, bias=move(bias), workspace=room[0], **asked, **how)
+    asked = {"of_x": True, "of_w": True, "of_bias": True, "of_log_prob": True, "workspace": room[1]}
+    return *forward, *ops.head._linear_log_prob_backward(
+        move(by[0]), *operands, bias=move(bias), **asked, **names, **how
+    )
+
+
+def asked_problem(rows, n, dtype, seed):
+    """With logits that are -Inf, equal, NaN and Inf in some rows, and gradients that are 0."""
+    x, w, bias, index, _ = problem(rows, n, 24, dtype, seed)
+    index[:2] = (n - 1, n)[: len(index)]
+    bias[n // 3] = -np.inf if n > 2 else bias[n // 3]
+    w[n // 2], bias[n // 2] = w[-1], bias[-1]
+    if rows > 12:
+        x[8, 3], x[9, 2], x[10] = np.nan, np.inf, 0
+    by = [data("normal", (rows,), np.float32, seed + 9 + i) for i in range(4)]
+    for i, gradient in enumerate(by):
+        gradient[i::5] = 0
+    return x, w, bias, index, by
+
+
+def check_asked(move, out, dtype, shapes, counts=(16, 1 << 20), read=READ, kernel=None):
+    """Of all types of logits, in chunks of so many rows: the bits of one step after the other."""
+    for number, (rows, n) in enumerate(shapes):
+        temperature, softcap = read[number % len(read)]
+        x, w, bias, index, by = asked_problem(rows, n, DTYPES[dtype], number)
+        for logits, count in itertools.product(OTHER_TYPES[dtype], counts):
+            z = pydet.skinny_gemm(x, w, bias=bias, out_dtype=logits, arithmetic="ieee")
+            want = dict(zip(ASKED, reference_head.asked(z, index, softcap, temperature), strict=True))
+            some = [g if number % 3 or i == 0 else None for i, g in enumerate(by)]
+            d = reference_head.gradient(z, index, some, x.dtype, softcap, temperature)
+            sums = {"out_dtype": "float32", "arithmetic": "ieee"}
+            want |= {"dx": pydet.gemm(d, w, arithmetic="ieee"), "dw": pydet.gemm_db(d, x, **sums)}
+            want |= {"dbias": pydet.gemm_db(np.ones((rows, 1), x.dtype), d, **sums)[0]}
+            how = {"temperature": temperature, "softcap": softcap or 0.0, "arithmetic": "ieee", "kernel": kernel}
+            how |= {} if logits is None else {"logits_dtype": frameworks.type_index(logits, "test", "dtype")}
+            size = FIXED + count * (row_bytes(n, x.dtype, True, True) + 16 * n)
+            found = ask(move, x, w, index, bias, some, (size, size), **how)
+            for name, got in zip((*ASKED, "dx", "dw", "dbias", "log_prob"), found, strict=True):
+                got, one, what = out(got), want[name], f"{name}: {rows} x {n}, logits {logits}, {count} at once, {how}"
+                assert got.dtype == one.dtype and got.tobytes() == one.tobytes(), what
+
+
+ASKED_SHAPES = [(1, 1), (17, 7), (16, 8), (15, 9), (33, 127), (20, 129), (17, 2047), (3, 2048), (5, 2049), (18, 4100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_rows_are_asked_has_the_bits_of_its_steps(dtype):
+    check_asked(np.asarray, lambda x: x, dtype, ASKED_SHAPES)
+    check_asked(np.asarray, lambda x: x, dtype, ASKED_SHAPES[1:5], (16,), READ[1:])
+
+
+def test_each_kernel_of_rows(head_rows_kernel):
+    """By name, which makes the log-probability and its gradient alone too."""
+    kernel, dtype = head_rows_kernel.name, head_rows_kernel.dtype
+    if dtype in DTYPES:
+        check_asked(np.asarray, lambda x: x, dtype, ASKED_SHAPES, (16,), kernel=kernel)
+        x, w, bias, index, by = asked_problem(20, 130, DTYPES[dtype], 2)
+        want = composed(x, w, index, bias, by[0], arithmetic="ieee")
+        operands, how = (
+            {"bias": bias, "kernel": kernel, "arithmetic": "ieee"},
+            {"of_x": True, "of_w": True, "of_bias": True},
+        )
+        assert ops.head._linear_log_prob(x, w, index, **operands).tobytes() == want[0].tobytes()
+        made = ops.head._linear_log_prob_backward(by[0], x, w, index, **operands, **how)
+        assert [t.tobytes() for t in made[:3]] == [t.tobytes() for t in want[1:]]
+        with pytest.raises(pydet.Error, match="cpu_nothing"):
+            ops.head._linear_log_prob(x, w, index, kernel="cpu_nothing")
+
+
+def test_the_entropy_and_a_temperature_by_the_public_functions():
+    x, w, bias, index, by = asked_problem(7, 50, np.float32, 1)
+    how = {"bias": bias, "temperature": 0.5, "softcap": 4.0}
+    log_prob, entropy = pydet.linear_log_prob(x, w, index, return_entropy=True, **how)
+    z = pydet.skinny_gemm(x, w, bias=bias)
+    want = reference_head.asked(z, index, 4.0, 0.5)
+    assert entropy.tobytes() == want.entropy.tobytes() and log_prob.tobytes() == want.log_prob.tobytes()
+    assert pydet.linear_log_prob(x, w, index, **how).tobytes() == log_prob.tobytes()
+    made = pydet.linear_log_prob_backward(by[0], x, w, index, dentropy=by[1], **how)
+    d = reference_head.gradient(z, index, (*by[:2], None, None), np.float32, 4.0, 0.5)
+    assert made.dw.tobytes() == pydet.gemm_db(d, x, out_dtype="float32").tobytes()
+
+
+def check_asked_in_slabs(move, out, dtype, kernel=None):
+    rows, n = 24 if dtype == "fp32" else 48, 5 * SLAB + 100
+    x, w, bias, index, by = asked_problem(rows, n, DTYPES[dtype], 3)
+    z = pydet.skinny_gemm(x, w, bias=bias, arithmetic="ieee")
+    d = reference_head.gradient(z, index, by, x.dtype, 3.0, 0.8)
+    how = {"softcap": 3.0, "temperature": 0.8, "arithmetic": "ieee", "kernel": kernel}
+    room = slab_bytes(rows, 1, x.dtype)
+    assert room < FIXED + 16 * row_bytes(n, x.dtype, False, True)
+    found = ask(move, x, w, index, bias, by, (1 << 28, room), **how)[5:]
+    want = pydet.gemm(d, w, arithmetic="ieee"), pydet.gemm_db(d, x, out_dtype="float32", arithmetic="ieee")
+    for name, got, one in zip(("dx", "dw"), found, want, strict=False):
+        assert out(got).tobytes() == one.tobytes(), name
+    assert out(found[3]).tobytes() == reference_head.asked(z, index, 3.0, 0.8).log_prob.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_rows_are_asked_in_slabs(dtype):
+    """dw begun in float32, whose memory has the logits."""
+    check_asked_in_slabs(np.asarray, lambda x: x, dtype)
+
+
 # ---- Slabs of columns ------------------------------------------------------------------------------------------------
 
 SLAB = 2048  # columns, of which a slab has a multiple
@@ -359,7 +478,16 @@ def test_refusals():
     refuses(r"linear_log_prob: bias is 6x20, want 20", x, w, index, bias=np.zeros((6, 20), np.float32))
     refuses(r"linear_log_prob: log_prob is 5, want 6", x, w, index, out=np.empty(5, np.float32))
     refuses(r"linear_log_prob: log_prob is float16, want float32", x, w, index, out=np.empty(6, np.float16))
-    refuses(r"linear_log_prob: options.logits is float16, want float32 as x is", x, w, index, logits_dtype="float16")
+    for name, given, want in (
+        ("temperature", 0.0, "a positive number"), ("temperature", -1.0, "a positive number"),
+        ("temperature", float("nan"), "a positive number"), ("softcap", 0.0, "a positive number"),
+        ("softcap", float("inf"), "a number from 2"),
+        ("temperature", float("inf"), "a number from 2"),
+    ):  # fmt: skip
+        refuses(rf"linear_log_prob: {name} is {given}, want {want}", x, w, index, **{name: given})
+    refuses(r"linear_log_prob_backward: temperature is -2", dlog_prob, x, w, index, temperature=-2, backward=True)
+    refuses(r"linear_log_prob_backward: entropy is 5, want 6", dlog_prob, x, w, index, dentropy=dlog_prob[:5],
+            backward=True)  # fmt: skip
     refuses(r"linear_log_prob: logits_dtype is 'int8', want one of", x, w, index, logits_dtype="int8")
     refuses(r"linear_log_prob_backward: dw_dtype is 'int8'", dlog_prob, x, w, index, dw_dtype="int8", backward=True)
     refuses(r"linear_log_prob: k_chunk is 8, want a positive multiple of 16", x, w, index, k_chunk=8)
@@ -384,10 +512,25 @@ def test_refusals():
     whole = np.empty((26, 8), np.float32)
     refuses(r"linear_log_prob_backward: d[xw] shares memory with d[xw]", dlog_prob, x, w, index, dx=whole[:6],
             dw=whole[5:25], **back)  # fmt: skip
-    half = x.astype(np.float16), w.astype(np.float16)
-    refuses(r"options.logits is bfloat16, want float16 as x is, or float32", *half, index, logits_dtype="bfloat16")
-    options = capi.options("pydet_linear_log_prob_options", accumulate=1)
     tensors = [Tensor(t) for t in (x, w, index, np.empty(6, np.float32))]
     given = [capi.pointer(t) for t in (*tensors[:2], None, *tensors[2:])]
-    assert lib.pydet_linear_log_prob(ffi.NULL, *given, options) == lib.PYDET_INVALID_VALUE
-    assert "options.accumulate is 1, want 0" in capi.last_error()
+    twice, chosen = Tensor(np.empty(6, np.float32)), Tensor(np.empty(6, np.int32))
+    for options, sentence in (
+        ({"accumulate": 1}, "options.accumulate is 1, want 0"),
+        ({"softcap": -1.0}, "softcap is -1, want a number from 2^-100 to 2^100"),
+        ({"softcap": 1e-40}, "softcap is 9.99995e-41, want a number from"),
+        ({"logits": (2, 64, 1)}, "options.logits is float64, want float32, bfloat16 or float16"),
+        ({"lse": capi.pointer(twice), "mean": capi.pointer(twice)}, "lse shares memory with mean"),
+        ({"entropy": given[4]}, "log_prob shares memory with entropy"),
+        ({"greedy": capi.pointer(chosen)}, "greedy is int32, want int64"),
+    ):
+        options = capi.options("pydet_linear_log_prob_options", **options)
+        assert lib.pydet_linear_log_prob(ffi.NULL, *given, options) != lib.PYDET_OK
+        assert sentence in capi.last_error()
+    back = [Tensor(t) for t in (dlog_prob, x, w, index, x.copy())]
+    back = [capi.pointer(t) for t in back]
+    options = capi.options("pydet_linear_log_prob_options", greedy=capi.pointer(Tensor(index)))
+    none = capi.pointer(None)
+    tensors = (*back[:3], none, back[3], none, back[4], none, none)
+    assert lib.pydet_linear_log_prob_backward(ffi.NULL, *tensors, options) == lib.PYDET_INVALID_VALUE
+    assert "greedy is given, want NULL" in capi.last_error()

@@ -989,6 +989,43 @@ def same_softmax(hip, function, x, kernel):
     assert_same_bits(got, softmax(hip, function, x, CPU), f"{function} by {kernel}, {x.dtype} {x.shape} on {hip.arch}")
 
 
+def head(hip, x, w, index, by, where, **read):
+    """What rows of the head are asked, and dx of the gradient by that."""
+    rows, made = len(x), [np.full(len(x), 7, np.float32) for _ in range(4)]
+    greedy, dx = np.full(rows, 7), np.full(x.shape, 7, x.dtype)
+    memory = np.zeros(1 << 16, np.uint8)
+    room = {
+        "workspace": ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 256),
+        "workspace_size": (1 << 16) - 256,
+        "arithmetic": ARITHMETIC["ieee"],
+        **({"kernel": "hip_head_rows"} if where == ROCM else {}),
+        **read,
+    }
+    for function, others, arrays in (
+        ("", [*made[1:], greedy], (x, w, None, index, made[0])),
+        ("_backward", by[1:], (by[0], x, w, None, index, None, dx, None, None)),
+    ):
+        tensors = [capi.Tensor(other, device=(where, 0)) for other in others]
+        held = dict(zip(("entropy", "lse", "mean", "greedy"), map(capi.pointer, tensors), strict=False))
+        options = capi.options("pydet_linear_log_prob_options", **room, **held)
+        hip.check(f"pydet_linear_log_prob{function}", options, *arrays, kind=where, held=others)
+    return *made, greedy, dx
+
+
+@one_source
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_rows_equal_cpu(hip, dtype):
+    """Rows that end within a vector and behind a block's lanes, scaled and not, with what is no number."""
+    for n, read in ((131, {}), (2051, {"softcap": 2.0, "temperature": 0.7})):
+        x, w, index = normal(3, 8, dtype=dtype), normal(n, 8, dtype=dtype), np.array([n - 1, -1, 5])
+        x[2, 1], by = np.nan, [normal(3, seed=i) for i in range(4)]
+        by[1][0] = 0
+        names = "log_prob", "entropy", "lse", "mean", "greedy", "dx"
+        want, got = (head(hip, x, w, index, by, where, **read) for where in (CPU, ROCM))
+        for name, ours, theirs in zip(names, got, want, strict=True):
+            assert_same_bits(ours, theirs, f"{name} of {n} columns of {dtype}, {read}, on {hip.arch}")
+
+
 @one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_equals_cpu(hip, dtype):

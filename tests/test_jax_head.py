@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pydet
-from pydet.jax import exact, logits
+from pydet.jax import exact
 from test_jax import arithmetic, device, dtype, jax, jnp, normal, pj, same, vjp  # noqa: F401
 
 
@@ -86,6 +86,11 @@ def beside(torch, device, name, leaves, index, cotangents, rooms, **options):
     return want
 
 
+def cut(rows):
+    """A workspace in which backward takes so many rows of 70 columns in float32, or twice as many of 16 bits."""
+    return 1024 + (rows + 1) * 292
+
+
 def sharp(rows, n, k, dtype, scale, temperature=1.0):
     """A problem of which a column has probabilities that are subnormal, for a larger scale others too; or 0."""
     x, w, bias, index, dy = problem((rows,), n, k, dtype)
@@ -97,7 +102,7 @@ def sharp(rows, n, k, dtype, scale, temperature=1.0):
 
 
 ASKED = [
-    (33, 0.5, {"temperature": 0.7}),
+    (49, 0.5, {"temperature": 0.7}),
     (50, 4.0, {"softcap": 3.0}),
     (50, 4.0, {"temperature": 0.1, "logits_dtype": "float32", "return_entropy": True}),
     (70, 1.0, {"temperature": 1.7, "softcap": 30.0, "k_chunk": 32, "return_entropy": True}),
@@ -107,12 +112,12 @@ ASKED = [
 @pytest.mark.parametrize("rows, scale, options", ASKED, ids=str)
 def test_log_probabilities_and_entropies_beside_torch(torch, device, dtype, options, rows, scale):
     leaves, index, dy = sharp(rows, 70, 24, dtype, scale, options.get("temperature", 1.0))
-    if rows == 33:
+    if rows == 49:
         leaves[2] = None
     dh = normal(rows, seed=9)
     dh[::3] = 0
     given = [dy, dh] if options.get("return_entropy") else [dy]
-    beside(torch, device, "linear_log_prob", leaves, index, given, [71 * 4 * 10 * 32], **options)
+    beside(torch, device, "linear_log_prob", leaves, index, given, [cut(options.get("k_chunk", 16))], **options)
 
 
 LOSSES = [
@@ -130,7 +135,7 @@ LOSSES = [
 def test_losses_beside_torch(torch, device, dtype, options):
     leaves, index, dy = sharp(50, 70, 24, dtype, 2.0)
     given = [dy if options.get("reduction") == "none" else np.float32(0.3)]
-    made = beside(torch, device, "linear_cross_entropy", leaves, index, given, [71 * 4 * 10 * 16], **options)
+    made = beside(torch, device, "linear_cross_entropy", leaves, index, given, [cut(16)], **options)
     if "label_smoothing" in options:
         exact_loss = in_fp64(leaves, index, options)
         np.testing.assert_allclose(made[0], exact_loss, rtol=2e-5 if dtype == np.float32 else 2e-2, atol=1e-4)
@@ -164,22 +169,20 @@ def test_rows_that_are_no_numbers_beside_torch(torch, device):
     beside(torch, device, "linear_log_prob", (x, w, bias), index, [dy, dy], [], **options)
 
 
-@pytest.mark.parametrize("name", ["divide", "multiply", "add"])
-def test_with_xlas_own_elements_there_are_other_bits(torch, device, monkeypatch, name):
-    """A negative control: a column's gradients are subnormal in all rows, which XLA's CPU takes for 0."""
+def test_with_xlas_own_elements_there_are_other_bits(torch, device, monkeypatch):
+    """A negative control: gradients of losses that are subnormal numbers, which XLA's CPU takes for 0."""
     if device != "cpu":
         pytest.skip("of XLA's CPU")
-    leaves, index, dy = sharp(50, 70, 24, np.dtype(np.float32), 0.1, 0.31)
-    options = {"temperature": 0.31, "return_entropy": True}
-    beside(torch, device, "linear_log_prob", leaves, index, [dy, dy], [], **options)
-    plain = {"divide": lambda x, y: x / y, "multiply": lambda x, y: x * y, "add": lambda x, y: x + y}
-    monkeypatch.setattr(exact, name, plain[name])
-    jax.clear_caches()  # which hold programs with the other elements
-    try:
-        with pytest.raises(AssertionError, match="elements differ"):
-            beside(torch, device, "linear_log_prob", leaves, index, [dy, dy], [], **options)
-    finally:
-        jax.clear_caches()
+    leaves, index, _ = sharp(50, 70, 24, np.dtype(np.float32), 1.0)
+    given, options = [np.float32(1e-38)], {"label_smoothing": 0.1, "z_loss": 1e-3}
+    beside(torch, device, "linear_cross_entropy", leaves, index, given, [], **options)
+    for name, plain in (("multiply", lambda x, y: x * y), ("divide", lambda x, y: x / y)):
+        with monkeypatch.context() as patch:
+            patch.setattr(exact, name, plain)
+            jax.clear_caches()  # which hold programs with the other elements
+            with pytest.raises(AssertionError, match="elements differ"):
+                beside(torch, device, "linear_cross_entropy", leaves, index, given, [], **options)
+    jax.clear_caches()
 
 
 # ---- Alone -----------------------------------------------------------------------------------------------------------
@@ -265,7 +268,7 @@ def test_no_more_than_the_workspace_is_taken(device, dtype, options):
 
     for function, more in ((call, 0), (jax.grad(call, (0, 1)), 4 * n * k)):
         taken = jax.jit(function).lower(x, w).compile().memory_analysis().temp_size_in_bytes
-        assert 0.2 * room < taken - more <= room
+        assert 0.2 * room < taken - more <= room + 64 * rows  # a few numbers of each row
 
 
 def test_vmap_and_no_rows(device):
@@ -296,19 +299,9 @@ def test_refusals():
     refuses(r"linear_log_prob: workspace is 0, want a positive number of bytes", x, w, index, workspace=0)
     refuses(r"linear_log_prob: k_chunk is 8", x, w, index, k_chunk=8)
     refuses(r"linear_log_prob: return_entropy is 1, want True or False", x, w, index, return_entropy=1)
-    for wrong in (0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e60):
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), 1e-40, 1e40, "x"):
         for name in ("temperature", "softcap"):
-            refuses(
-                rf"linear_log_prob: {name} is .*, want a positive number that float32", x, w, index, **{name: wrong}
-            )
-    refuses(r"linear_log_prob: temperature is 'x', want a positive", x, w, index, temperature="x")
-    refuses(
-        r"linear_log_prob: workspace is 100 bytes, want at least \d+ for a row", x, w, index, softcap=1.0, workspace=100
-    )
-    x, index = np.repeat(x, 8, 0), np.repeat(index, 8)
-    room = logits.ROWS * 400  # a row takes 416 bytes in backward
-    with pytest.raises(pydet.Error, match=rf"workspace is {room} bytes, want at least 6656 for 16 rows, where a sum"):
-        jax.grad(lambda x: pj.linear_log_prob(x, w, index, softcap=1.0, workspace=room).sum())(x)
+            refuses(rf"{name} is .*, want a number from 2\^-100 to 2\^100", x, w, index, **{name: wrong})
     with pytest.raises(Exception, match=r"linear_log_prob: workspace is 100 bytes, want at least \d+ for 1 row"):
         jax.block_until_ready(pj.linear_log_prob(x, w, index, workspace=100))
 

@@ -608,6 +608,27 @@ def test_override_catches_every_product_of_a_model(llama):
         same(model(rows, layout), ours)
 
 
+def test_the_example_draws_and_embeds_by_pydet(llama):
+    """A token of its logits, its sequence's number and its place; the gradient of a row of its tokens in order."""
+    torch.manual_seed(0)
+    model = llama.Llama(llama.SMALL).bfloat16()
+    pt.convert(model)
+    pt.accumulate_gradients(model)
+    first, steps = torch.tensor([5, 9, 200]), 6
+    tokens, found, _ = llama.decode(model, first, steps, llama.PYDET)
+    layout = llama.Packed(llama.SMALL, [[steps] * 3], "cpu", llama.PYDET)
+    with torch.no_grad():
+        logits = model(layout.pad(tokens[:, :-1].flatten()), layout)[layout.rows].view(3, steps, -1)
+    seed, position = torch.arange(3)[:, None].expand(3, steps), torch.arange(steps).expand(3, steps)
+    drawn, log_prob, _ = pydet.sample(logits, seed.contiguous(), position.contiguous())
+    assert torch.equal(drawn, tokens[:, 1:])
+    same(log_prob, found)
+    dy = torch.randn(layout.total, 64).bfloat16()
+    model.embed_tokens(layout.pad(tokens[:, 1:].flatten())).backward(dy)
+    want = pydet.embedding_backward(dy, layout.pad(tokens[:, 1:].flatten()), 256, out_dtype=torch.float32)
+    same(model.embed_tokens.weight.main_grad, want)
+
+
 def test_sees_what_the_override_misses(llama):
     with llama.Products() as products, pt.override_aten() as caught:
         x = normal(1, 2, 8, 16)

@@ -597,7 +597,7 @@ def test_a_model_of_transformers(family, monkeypatch):
 
     import pydet.torch
     import pydet.torch.distributed as pd
-    from pydet.torch.distributed import context, rows, tokens
+    from pydet.torch.distributed import context, context_model, rows, tokens
 
     model = small(family)
     ids = torch.randint(0, 50, (2, 1024), generator=torch.Generator().manual_seed(1))
@@ -612,7 +612,7 @@ def test_a_model_of_transformers(family, monkeypatch):
     found = {}
     for world, layout in ((1, "contiguous"), (2, "contiguous"), (2, "zigzag")):
         ranks = Ranks(world)
-        ranks.stand_in(monkeypatch, context, rows, tokens)
+        ranks.stand_in(monkeypatch, context, context_model, rows, tokens)
         own = [copy.deepcopy(model) for _ in range(world)]
 
         def call(layout=layout, own=own, ranks=ranks):
@@ -633,6 +633,63 @@ def test_a_model_of_transformers(family, monkeypatch):
     assert words(alone).equal(words(logits)) or (alone - logits).abs().max() < 1e-5
     for name, gradient in of_alone.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_what_a_model_is_given(family, monkeypatch):
+    """On two ranks places are made where there are none; what would be of a rank's own tokens alone is refused."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import copy
+
+    import pydet
+    import pydet.torch.distributed as pd
+    from pydet.torch.distributed import context, context_model, rows, tokens
+
+    model, places = small(family), torch.arange(1024).view(1, 1024)
+    ids = places % 50
+    mask = torch.ones(1, 512)
+    mask[0, 0] = 0
+    refused = {
+        "labels are given, and a model shifts them": {"labels": ids[:, :512]},
+        "position_ids are not the places of this rank's": {"position_ids": (places % 512)[:, 256:768]},
+        "position_ids are not the places": {"position_ids": places[:, :511]},
+        "tokens are masked": {"attention_mask": mask},
+        "want input_ids or inputs_embeds": {"input_ids": None},
+    }
+
+    def logits_on(world, layout):
+        ranks = Ranks(world)
+        ranks.stand_in(monkeypatch, context, context_model, rows, tokens)
+        own = [copy.deepcopy(model) for _ in range(world)]
+
+        @torch.no_grad()
+        def call():
+            mine = own[ranks.get_rank()]
+            pd.context_parallel(mine, layout=layout, segments=8)
+            given = pd.shard_context(ids, layout=layout)
+            made = [mine(given, use_cache=False).logits]
+            if world > 1:
+                own_places = pd.shard_context(places, layout=layout)
+                made.append(mine(given, position_ids=own_places, use_cache=False, attention_mask=mask * 0 + 1).logits)
+                made.append(mine(inputs_embeds=mine.get_input_embeddings()(given), use_cache=False).logits)
+                for sentence, change in refused.items():
+                    with pytest.raises(pydet.Error, match=f"^context_parallel: {sentence}"):
+                        mine(**({"input_ids": given, "use_cache": False} | change))
+                if layout == "zigzag":
+                    with pytest.raises(pydet.Error, match=r"^context_parallel: 511 tokens on a rank, want an even"):
+                        mine(given[:, :511], use_cache=False)
+                mine.set_attn_implementation("sdpa")
+                with pytest.raises(pydet.Error, match=r"^context_parallel: the model's attention was changed"):
+                    mine(given, use_cache=False)
+            return [context.whole(x, None, layout, 1) for x in made]
+
+        return [x for found in ranks.run(call) for x in found]
+
+    (want,) = logits_on(1, "contiguous")
+    for layout in ("contiguous", "zigzag"):
+        for found in logits_on(2, layout):
+            assert wrong([found], [want]) == [0], layout
 
 
 def test_a_model_that_cannot_be():

@@ -1028,6 +1028,216 @@ def test_a_group_that_is_made_anew():
     assert found_by(*start(2, made_anew, 2, [free_port(), free_port()])) == [True, True]
 
 
+def faults(rank, world, port, queue):
+    """What each of four ranks hears where the last one does otherwise: its sentence, or what the call gave."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYDET_NUM_THREADS="1")
+    said = {}
+    try:
+        import torch
+        import torch.distributed as dist
+
+        import pydet.torch.distributed as pd
+        from pydet.torch.distributed import exchange, main_grad
+
+        torch.set_num_threads(1)
+        limit = datetime.timedelta(seconds=60)
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
+        last = rank == world - 1
+
+        def hear(name, call):
+            try:
+                said[name] = str(call() or "accepted")
+            except Exception as problem:
+                said[name] = f"{type(problem).__name__}: {problem}"
+            dist.barrier()
+
+        # Words: what parts behind what is shown, and operations.
+        cpu = torch.device("cpu")
+        hear("long", lambda: exchange.together("op", None, cpu, lambda: (None, "x" * 600, last)) and None)
+        hear("ops", lambda: exchange.together("op" if last else "other", None, cpu, lambda: (None, "same")) and None)
+        hear(
+            "any exception",
+            lambda: exchange.together("op", None, cpu, lambda: (({} if last else {"x": 1})["x"],)) and None,
+        )
+
+        # Attention, and experts.
+        q = torch.zeros(1, 4, 128, 8)
+        hear("heads", lambda: pd.context_parallel_attention(q, q, q, key_heads_at_once=0 if last else 2).dim())
+
+        def experts(make, dtype=torch.float32):
+            x, index, weights = torch.ones(4, 8), torch.tensor([[0, 3]] * 4), torch.ones(4, 2, dtype=dtype)
+            return pd.expert_parallel(x, index, weights, lambda rows, ends: make(rows) if last else rows, 4).dim()
+
+        def no_memory(rows):
+            raise MemoryError("none left")
+
+        hear("experts", lambda: experts(no_memory))
+        hear("experts' width", lambda: experts(lambda rows: rows[:, :4]))
+        hear("experts' rows", lambda: experts(lambda rows: rows[1:]))
+        hear("experts' type", lambda: experts(lambda rows: rows.bfloat16()))
+        hear("weights", lambda: experts(lambda rows: rows, torch.bfloat16 if last else torch.float32))
+
+        # main_grad.
+        def parameters(*shapes, frozen=None):
+            made = [torch.nn.Parameter(torch.zeros(shape), i != frozen) for i, shape in enumerate(shapes)]
+            for p in made:
+                p.main_grad = torch.ones_like(p)
+            return made
+
+        def add(given):
+            pd.OrderedMainGrads(given).add()
+
+        shapes = ((2, 3), (3, 2), (2, 3))
+        hear("order", lambda: add(parameters(*(shapes[1:] + shapes[:1] if last else shapes))))
+        hear("frozen", lambda: add(parameters(*shapes, frozen=2 if last else 0)))
+        hear("names", lambda: add(zip("aba" if last else "abc", parameters(*shapes), strict=True)))
+
+        def reset_by_one():
+            main_grad._BUCKET = 1
+            sums = pd.OrderedMainGrads(parameters(*shapes * 40))
+            sums.add()
+            if last:
+                sums.reset()
+            sums.add()
+
+        hear("rounds", reset_by_one)
+        mine = parameters(*shapes)
+        sums = pd.OrderedMainGrads(mine)
+        sums.add()
+        if last:
+            mine[1].main_grad[0, 0] = 5.0
+        hear("not added", sums.finish)
+        said["kept"] = mine[1].main_grad.sum().item() == (5 if last else 0)
+        mine[1].main_grad.zero_()
+        hear("finished", sums.finish)
+        said["sum"] = all(bool((p.main_grad == world).all()) for p in mine)
+
+        # Clipping.
+        def clip(max_norm=1.0, gradient=True, **options):
+            p = torch.nn.Parameter(torch.ones(4))
+            p.grad = torch.ones(4) if gradient else None
+            pd.clip_grad_norm_([p], max_norm, **options)
+
+        hear("clip", lambda: clip(gradient=not last))
+        hear("clip, none", lambda: clip(gradient=False))
+        hear("clip a stage", lambda: clip(gradient=not last, stages=dist.group.WORLD))
+        hear("clip, stages of others", lambda: clip(max_norm=2.0 if last else 1.0, stages=dist.group.WORLD))
+        hear("max_norm", lambda: clip(max_norm=-1.0 if last else 1.0))
+        hear("max_norm nan", lambda: clip(max_norm=float("nan")))
+        hear("clip's segments", lambda: clip(segments=0))
+
+        # A group of others.
+        few = dist.new_group([0])
+        ones = torch.ones(256, 8)
+        for name, call in (
+            ("all_reduce", lambda: pd.all_reduce(ones, group=few).dim()),
+            (
+                "row_parallel_linear",
+                lambda: pd.row_parallel_linear(ones[:, :8].repeat(1, 16), ones[:4].repeat(1, 16), group=few).dim(),
+            ),
+            ("clip_grad_norm_", lambda: clip(group=few)),
+            ("rms_norm", lambda: pd.rms_norm(ones, ones[0], eps=1e-6, group=few).dim()),
+            ("shard_context", lambda: pd.shard_context(ones[None], group=few).dim()),
+        ):
+            hear(f"another's {name}", call)
+
+        said |= of_fsdp(rank, world, hear)
+        queue.put((rank, said, None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, said, traceback.format_exc()))
+
+
+def of_fsdp(rank, world, hear):
+    """One object for several modules; replicas beside shards; clipping rows that no segments divide."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import pydet.torch.distributed as pd
+
+    def train(shape, shared, rounds):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(2)])
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+        one = pd.OrderedReduceScatter(rounds)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+            layer.set_custom_reduce_scatter(one if shared else pd.OrderedReduceScatter(rounds))
+            layer.set_gradient_divide_factor(1.0)
+            layer.set_force_sum_reduction_for_comms(True)
+        for _ in range(rounds):
+            model(torch.ones(2, 8)).sum().backward()
+
+    hear("fsdp", lambda: train((world,), False, 2))
+    hear("fsdp, shared", lambda: train((world,), True, 2))
+    hear("fsdp, shared, one round", lambda: train((world,), True, 1))
+    hear("hsdp", lambda: train((2, world // 2), False, 1))
+
+    found, alone = [], init_device_mesh("cpu", (world, 1), mesh_dim_names=("r", "s"))["s"]
+    for mesh in (alone, init_device_mesh("cpu", (world,))):
+        table, gradient = tensors(1, (53, 16), (53, 16), dtype=torch.float32)
+        p = torch.nn.Parameter(distribute_tensor(table, mesh, [Shard(0)]))
+        p.grad = distribute_tensor(gradient.clone(), mesh, [Shard(0)])
+        norm = pd.clip_grad_norm_([p], 1.0, group=mesh.get_group())
+        assert p.grad.to_local().shape[0] < 53 or mesh.size() == 1
+        torch.testing.assert_close(norm, gradient.norm())
+        found.append([norm.item(), p.grad.full_tensor().flatten().tolist()])
+    return {"uneven rows": found[0] == found[1]}
+
+
+DISAGREE = "the ranks do not agree: rank"
+# What is refused on every rank: (on the others, on the last).
+HEARD = {
+    "long": ("op: " + DISAGREE, "has the same so far, and other terms behind it"),
+    "ops": ("other: " + DISAGREE, "op: " + DISAGREE),
+    "any exception": ("op: rank 3 refused: 'x'", "KeyError: 'x'"),
+    "heads": ("rank 3 refused: context_parallel_attention: key_heads_at_once is 0", "key_heads_at_once is 0, want a"),
+    "experts": ("expert_parallel: rank 3 refused: none left", "MemoryError: none left"),
+    "experts' width": ("has PYDET_NUMERICS 2, results of (8,)", "rank 3 has PYDET_NUMERICS 2, results of (4,)"),
+    "experts' rows": (
+        "rank 3 refused: expert_parallel: experts gave (15, 8), want a tensor of",
+        "experts gave (15, 8)",
+    ),
+    "experts' type": (DISAGREE, "rank 3 has PYDET_NUMERICS 2, results of (8,), torch.bfloat16"),
+    "weights": (DISAGREE, "weights torch.bfloat16; rank 0"),
+    "order": (DISAGREE, "of (3, 2) torch.float32; (2, 3) torch.float32; (2, 3) torch.float32"),
+    "frozen": (DISAGREE, "(2, 3) torch.float32; (3, 2) torch.float32; (2, 3) torch.float32 not trained"),
+    "names": (DISAGREE, "a (2, 3) torch.float32; b (3, 2) torch.float32; a (2, 3)"),
+    "rounds": ("has PYDET_NUMERICS 2, round 2, 120 main_grads", "has PYDET_NUMERICS 2, round 1, 120 main_grads"),
+    "not added": ("rank 3 refused: OrderedMainGrads.finish: parameter 1 has a gradient that", "want add() after it"),
+    "finished": ("accepted",) * 2,
+    "clip": ("1 gradients, max_norm 1.0, 8 segments, (4,) torch.float32; rank 3", "0 gradients"),
+    "clip, none": ("accepted",) * 2,
+    "clip a stage": ("rank 3 refused: clip_grad_norm_: this stage has no gradients", "this stage has no gradients"),
+    "clip, stages of others": (DISAGREE, "max_norm 2.0, 8 segments; rank 0"),
+    "max_norm": ("rank 3 refused: clip_grad_norm_: max_norm is -1.0, want a number of 0 or more", "max_norm is -1.0"),
+    "max_norm nan": ("clip_grad_norm_: max_norm is nan",) * 2,
+    "clip's segments": ("clip_grad_norm_: segments is 0, want a number from 1 up",) * 2,
+    "fsdp": ("accepted",) * 2,
+    "fsdp, shared": ("called twice in one backward pass, in the middle of a sum of 2 rounds; want one",) * 2,
+    "fsdp, shared, one round": ("accepted",) * 2,
+    "hsdp": ("the mesh has replicas beside the shards (HSDP), which PyTorch all-reduces",) * 2,
+}
+
+
+def test_what_one_rank_does_otherwise_all_hear():
+    """And what would be lost is kept, and the next call is as it should be."""
+    pytest.importorskip("torch")
+    found = found_by(*start(4, faults, 4, free_port()))
+    for rank, said in enumerate(found):
+        for name, sentences in HEARD.items():
+            assert sentences[rank == 3] in said[name], (rank, name, said[name])
+        others = [name for name in said if name.startswith("another's ")]
+        assert len(others) == 5
+        for name in others:
+            refused = name.removeprefix("another's ") + ": this process is not in the group"
+            assert (refused in said[name]) if rank else not said[name].startswith("InvalidValue"), (rank, said[name])
+        assert said["kept"] and said["sum"] and said["uneven rows"], rank
+
+
 def test_the_example_compares_ranks(tmp_path):
     """Saved by one rank, compared by 2 x 2: as it is, and with all-reduces."""
     pytest.importorskip("torch")

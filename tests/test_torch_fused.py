@@ -1,8 +1,11 @@
 """pydet.torch.fuse_loss: the loss of Transformers' models without the logits, in training as in evaluation."""
 
+import ast
 import copy
 import importlib.util
+import inspect
 import os
+import pathlib
 import types
 
 import pytest
@@ -11,6 +14,7 @@ torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TES
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+import pydet.torch.fused  # noqa: E402
 from torch_bits import same  # noqa: E402
 
 
@@ -225,13 +229,126 @@ def test_the_loss_of_a_forward_as_ligers(transformers, monkeypatch, hidden):
     torch.testing.assert_close(before, model(ids, labels=labels), rtol=1e-6, atol=1e-6)
     assert model.eval()(ids).shape == (4, 12, 96)
     model.train()
-    for name, value in (("return_token_accuracy", True), ("final_logit_softcapping", 30.0), ("label_smoothing", 0.1)):
-        with pytest.raises(
-            pydet.Error, match=rf"^check_trainer: Liger's fused loss is asked for {name}, want it without"
-        ):
-            model(ids, labels=labels, **{name: value})
     unlike = model_of()
     monkeypatch.delitem(liger.__dict__, "LigerForCausalLMLoss")
     unlike.forward = types.MethodType(liger.forward, unlike)
     with pytest.raises(pydet.Error, match=r"has a forward of liger_kernel.transformers.model.llama, which multiplies"):
         pt.check_trainer(types.SimpleNamespace(model=unlike))
+
+
+def routed():
+    """Liger's loss as it is routed, of a head with a bias, and what it is called with."""
+    torch.manual_seed(3)
+    head, hidden = pt.Linear(64, 96), torch.randn(2, 5, 64)
+    labels = torch.randint(0, 96, (2, 5))
+    loss = pt.fused._RoutedLoss(None)
+
+    def call(*args, **options):
+        token = pt.fused._head.set(head)
+        try:
+            return loss(hidden, head.weight, labels, *args, **options)
+        finally:
+            pt.fused._head.reset(token)
+
+    return head, hidden, labels, call
+
+
+def test_what_ligers_loss_is_asked_for():
+    """It is done, or refused by name: nothing is dropped but what changes no result."""
+    head, hidden, labels, call = routed()
+    want = call(hidden_size=64)
+    plain = torch.nn.functional.cross_entropy(head(hidden)[:, :-1].reshape(-1, 96), labels[:, 1:].reshape(-1))
+    torch.testing.assert_close(want, plain, rtol=1e-6, atol=1e-6)
+    same(call(64, None, -100, None, None, False, False), want)
+    summed = call(64, reduction="sum")
+    same(summed / 8.0, want), same(summed / 17.0, call(64, 17))
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    same(summed, pt.linear_cross_entropy(hidden, head.weight, shifted, head.bias, reduction="sum"))
+    for name, value in (
+        ("bias", head.bias),
+        ("reduction", "mean"),
+        ("label_smoothing", 0.0),
+        ("accum_dtype", torch.float32),
+        ("return_z_loss", False),
+        ("chunk_mem_const", 2),
+        ("position_ids", torch.arange(5)),
+        ("cu_seq_lens_q", torch.tensor([0, 5])),
+        ("temperature", None),
+    ):
+        same(call(64, **{name: value}), want)
+    tensor, scalar = torch.ones(96), torch.tensor(True)
+    for given, named in (
+        ({"ce_weight": tensor}, "ce_weight"),
+        ({"bias": torch.zeros(96)}, "a bias that is not the head's"),
+        ({"bias": head.bias.detach()}, "a bias that is not the head's"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"label_smoothing": 0.1}, "label_smoothing"),
+        ({"label_smoothing": tensor}, "label_smoothing"),
+        ({"lse_square_scale": 1e-4}, "lse_square_scale"),
+        ({"accum_dtype": torch.bfloat16}, "accum_dtype"),
+        ({"use_token_scaling": True}, "use_token_scaling"),
+        ({"return_token_accuracy": scalar}, "return_token_accuracy"),
+        ({"return_predicted_tokens": True, "return_z_loss": True}, "return_z_loss, return_predicted_tokens"),
+        ({"lm_head_bias": tensor, "temperature": 0.5}, "lm_head_bias, temperature"),
+    ):
+        with pytest.raises(pydet.Error) as caught:
+            call(64, **given)
+        assert str(caught.value) == f"check_trainer: Liger's fused loss is asked for {named}, want it without"
+    with pytest.raises(pydet.Error, match=r"Liger's fused loss is asked for reduction 'none', want 'mean' or 'sum'$"):
+        call(64, reduction="none")
+    with pytest.raises(pydet.Error, match=r"asked for reduction 'sum' and num_items_in_batch, want one of them$"):
+        call(64, 17, reduction="sum")
+
+
+def parameters_of(path, function):
+    """(name, default) of a function's parameters, by its source: importing it wants Triton."""
+    tree = ast.parse(path.read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    defaults = [None] * (len(found.args.args) - len(found.args.defaults)) + found.args.defaults
+    values = [default and ast.literal_eval(default) for default in defaults]
+    return [(argument.arg, value) for argument, value in zip(found.args.args, values, strict=True)]
+
+
+def test_every_parameter_of_ligers_own_loss_is_known(need):
+    """Its arguments in their order, and each of its fused cross-entropy's, at its default and at another value."""
+    spec = importlib.util.find_spec("liger_kernel")
+    need(spec, "liger", "no liger-kernel here")
+    package = pathlib.Path(spec.submodule_search_locations[0]) / "transformers"
+    loss = parameters_of(package / "model" / "loss_utils.py", "LigerForCausalLMLoss")
+    mine = inspect.signature(pt.fused._RoutedLoss._made).parameters.values()
+    in_order = [p.name for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD][4:]
+    assert [name for name, _ in loss] == ["hidden_states", "lm_head_weight", "labels", *in_order]
+    product = parameters_of(package / "functional.py", "liger_fused_linear_cross_entropy")
+    assert [name for name, _ in product[:3]] == ["input", "weight", "target"]
+    _, _, labels, call = routed()
+    want = call(64)
+    others = {"ignore_index": int(labels[0, 2]), "reduction": "sum", "num_items_in_batch": 17, "shift_labels": labels}
+    for name, default in loss[4:] + product[3:]:
+        same(call(64, **{name: default}), want)
+        if name == "chunk_mem_const":
+            continue
+        if name in others:
+            assert call(64, **{name: others[name]}) != want
+            continue
+        with pytest.raises(pydet.Error, match=f"asked for (a )?{name}[ ,]"):
+            call(64, **{name: torch.ones(96) if default is None else default + 1})
+
+
+def test_a_forward_of_ligers_own(transformers, need):
+    """Its loss is fuse_loss's, bit for bit. Triton is imported, and no kernel of Liger's runs."""
+    need(importlib.util.find_spec("liger_kernel"), "liger", "no liger-kernel here")
+    need(importlib.util.find_spec("triton"), "triton", "no Triton here, which liger-kernel imports")
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    ids, labels = tokens()
+    model, other = (model_of().train() for _ in range(2))
+    model.forward = types.MethodType(lce_forward, model)
+    pt.fuse_loss(other)
+    pt.check_trainer(types.SimpleNamespace(model=model))
+    for given in ({}, {"num_items_in_batch": 17}, {"shift_labels": labels}):
+        mine, theirs = (m(ids, labels=labels, **given) for m in (model, other))
+        same(mine.loss, theirs.loss)
+        mine, theirs = (torch.autograd.grad(y.loss, list(m.parameters())) for y, m in ((mine, model), (theirs, other)))
+        for one, two in zip(mine, theirs, strict=True):
+            same(one, two)

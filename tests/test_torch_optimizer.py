@@ -185,6 +185,14 @@ def test_what_it_refuses():
     for name in ("amsgrad", "maximize"):
         with pytest.raises(pydet.Error, match=f"^AdamW: {name} is True, want it left out: the formula has"):
             pt.AdamW([{"params": [p], name: True}])
+    with pytest.raises(
+        pydet.Error, match=r"^AdamW: a group has learning_rate, want lr, betas, eps, weight_decay alone"
+    ):
+        pt.AdamW([{"params": [p], "learning_rate": 3}])
+    for name, value in {"fused": True, "foreach": True, "decoupled_weight_decay": False}.items():
+        with pytest.raises(pydet.Error, match=f"^AdamW: {name} is {value}, want it left out"):
+            pt.AdamW([p]).add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))], name: value})
+    pt.AdamW([{"params": [("w", p)], "initial_lr": 1.0, "fused": None}], lr=0.1)
     p.main_grad = torch.zeros(4)
     with pytest.raises(pydet.Error, match=r"^AdamW: a gradient is torch.float32 \(4,\), want .* of \(3,\)"):
         pt.AdamW([p]).step()

@@ -129,6 +129,7 @@ def rank_main(rank, world, folder, port, queue):
         with pytest.MonkeyPatch.context() as monkey:
             at_once(monkey, folder)
             products(rank, world)
+            asked_again(rank, world)
             queue.put((rank, list(disagreements(rank, world)), None))
             dist.barrier()
     except BaseException:
@@ -169,6 +170,38 @@ def products(rank, world):
             assert given.grad.equal(want) and own.grad.equal(one_dw), f"gradients by {method} {m}x{n}x{k}"
     late_results(rank, world)
     without_memory(rank, world)
+
+
+def asked_again(rank, world):
+    """Terms that all ranks know: a problem of one rank is raised there alone, or told where the ranks always ask."""
+    import torch
+
+    import pydet
+    from pydet.torch.distributed.exchange import together
+
+    last = rank == world - 1
+
+    def ask(bad, **how):
+        def terms():
+            if bad and last:
+                raise MemoryError("none left")
+            return 3, "terms", "name"
+
+        return together("op", None, torch.device("cpu"), terms, **how)[0]
+
+    def refused(**how):
+        problem = (MemoryError, "^none left") if last else (pydet.Error, f"^op: rank {world - 1} refused: none left")
+        with pytest.raises(problem[0], match=problem[1]):
+            ask(True, **how)
+
+    refused(known_as="name")
+    assert ask(False, known_as="name") == 3
+    if last:
+        with pytest.raises(MemoryError, match=r"^none left"):
+            ask(True, known_as="name")
+    assert ask(False, known_as="name") == 3
+    refused(always=True)
+    assert ask(False, always=True) == 3
 
 
 def late_results(rank, world):

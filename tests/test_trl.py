@@ -74,6 +74,129 @@ def test_a_head_that_is_never_called_is_seen():
             pt.check_trainer(wrong)
 
 
+TAKES = r"^check_trainer: {} takes the weight of the converted head instead of calling it, so that log-probabilities d"
+
+
+def product(model, x):
+    return x @ model.lm_head.weight.T
+
+
+def by_helper(model, x):
+    return product(model, x)
+
+
+def decorated(function):
+    return lambda *given: function(*given)  # without functools.wraps
+
+
+class Calling:
+    """A trainer that calls the head. What is not part of a loss may read the weight."""
+
+    def __init__(self):
+        self.model = Model()
+        pt.convert(self.model)
+        self.before = self.model.lm_head.weight.norm()
+
+    def compute_loss(self, x):
+        return self._loss(x.to(self.model.lm_head.weight.dtype))
+
+    def _loss(self, x):
+        return self.model(x).sum()
+
+    def save(self):
+        return self.model.lm_head.weight.clone()
+
+
+class Own(Calling):
+    def _loss(self, x):
+        return (self.model.body(x) @ self.model.get_output_embeddings().weight.T).sum()
+
+
+class Inherits(Own):
+    def compute_loss(self, x):
+        return super().compute_loss(x)
+
+
+class Asks(Own):
+    def compute_loss(self, x):
+        return super()._loss(x)
+
+    def _loss(self, x):
+        return Calling._loss(self, x)
+
+
+class Mended(Own):
+    def _loss(self, x):
+        return self.model(x).sum()
+
+
+class Within(Calling):
+    def compute_loss(self, x):
+        def log_probs(hidden, head):
+            return hidden @ head.weight.T
+
+        return log_probs(x, self.model.lm_head)
+
+
+class Helped(Calling):
+    def prediction_step(self, x):
+        return by_helper(self.model, x)
+
+
+class Decorated(Calling):
+    compute_loss = decorated(Own._loss)
+
+
+class Partial(Calling):
+    compute_loss = functools.partialmethod(Own._loss)
+
+
+class Unread(Calling):
+    compute_loss = len
+
+
+@pytest.mark.parametrize("kind", [Calling, Mended, Own, Inherits, Asks, Within, Helped, Decorated, Partial, Unread])
+def test_a_trainer_that_takes_the_weight_itself(kind):
+    """Is refused by the method's name, whatever helps it to the weight, and nothing is changed."""
+    trainer = kind()
+    if kind in (Calling, Mended):
+        pt.check_trainer(trainer)
+        trainer.compute_loss = decorated(trainer.compute_loss)
+        trainer.kept = product  # which it never calls
+        pt.check_trainer(trainer)
+        trainer.compute_loss_func = by_helper
+        with pytest.raises(pydet.Error, match=TAKES.format(rf"{kind.__name__}\.compute_loss_func")):
+            pt.check_trainer(trainer)
+        return
+    where = {Inherits: r"Own\._loss", Asks: r"Own\._loss", Own: r"Own\._loss", Helped: r"Helped\.prediction_step"}
+    sentence = TAKES.format(where.get(kind, rf"{kind.__name__}\.compute_loss"))
+    if kind is Unread:
+        sentence = (
+            r"^check_trainer: Unread\.compute_loss, a builtin_function_or_method, has no Python code to be read, and"
+        )
+    with pytest.raises(pydet.Error, match=sentence) as caught:
+        pt.check_trainer(trainer)
+    assert str(caught.value).endswith("want the trainer made and run under pydet.torch.override_aten()")
+    with pt.override_aten():
+        pt.check_trainer(trainer)
+    trainer.model = Model()  # not converted: nothing was promised
+    pt.check_trainer(trainer)
+
+
+def test_a_head_whose_forward_was_replaced():
+    trainer = Calling()
+    head = trainer.model.lm_head
+    head.forward = functools.wraps(head.forward)(lambda x, inner=head.forward: inner(x))  # as accelerate's
+    pt.check_trainer(trainer)
+    head.forward = lambda x: torch.nn.functional.linear(x.float(), head.weight.float())
+    with pytest.raises(
+        pydet.Error, match=r"^check_trainer: the head of the model has a forward set on the instance, as"
+    ):
+        pt.check_trainer(trainer)
+    with pt.override_aten():
+        pt.check_trainer(trainer)
+
+
 LENGTH, KEPT = 12, 8
 TOKENIZER = {"pad_token": "<pad>", "bos_token": "<eos>", "eos_token": "<eos>"}
 
@@ -142,7 +265,7 @@ def sampled(trainer, ids):
         step = trainer.model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         logits.append(step.logits[:, -1])
-    z = torch.stack(logits, 1).float() / torch.tensor(trainer.temperature)
+    z = torch.stack(logits, 1).float() / torch.tensor(getattr(trainer, "temperature", 1.0))
     return pydet.log_prob(z, ids[:, 1:].contiguous())[:, -KEPT:]
 
 
@@ -178,24 +301,63 @@ def test_the_log_probabilities_of_trainer_and_sampler(packages, tmp_path, hidden
         same(sampled(trainer, ids), theirs)
 
 
-def test_gradients_of_micro_batches_of_a_trainer(packages, tmp_path):
-    """Under accumulate_gradients every main_grad of one batch is that of micro-batches, at hidden 512 and 1000. A
-    micro-batch has 256 rows, at which norms may be cut; the head's, in ieee, may be cut anywhere."""
-    for hidden in (512, 1000):
-        sums = []
-        for size in (4, 2):
-            trainer, ids = trainer_of("GRPO", converted_llama(hidden), tmp_path), some_ids(4, 128)
-            pt.check_trainer(trainer)
-            pt.accumulate_gradients(trainer.model)
-            for start in range(0, 4, size):
-                logps, entropy = learned(trainer, ids[start : start + size], entropy=True)
-                (logps.sum() * 0.25 + entropy.sum() * 0.125).backward()
-            head = trainer.model.lm_head.weight
-            assert head.grad is None and head.main_grad.any()
-            sums.append({n: p.main_grad for n, p in trainer.model.named_parameters() if hasattr(p, "main_grad")})
-        assert len(sums[0]) > 8
-        for name, value in sums[0].items():
-            same(sums[1][name], value)
+def test_gradients_by_the_entropy_of_micro_batches(packages, tmp_path):
+    """Under accumulate_gradients every main_grad of one batch is that of micro-batches, of a loss that has entropies
+    too. A micro-batch has 256 rows, at which norms may be cut; the head's, in ieee, may be cut anywhere."""
+    sums = []
+    for size in (4, 2):
+        trainer, ids = trainer_of("GRPO", converted_llama(512), tmp_path), some_ids(4, 128)
+        pt.check_trainer(trainer)
+        pt.accumulate_gradients(trainer.model)
+        for start in range(0, 4, size):
+            logps, entropy = learned(trainer, ids[start : start + size], entropy=True)
+            (logps.sum() * 0.25 + entropy.sum() * 0.125).backward()
+        head = trainer.model.lm_head.weight
+        assert head.grad is None and head.main_grad.any()
+        sums.append({n: p.main_grad for n, p in trainer.model.named_parameters() if hasattr(p, "main_grad")})
+    assert len(sums[0]) > 8
+    for name, value in sums[0].items():
+        same(sums[1][name], value)
+
+
+def given_to_loss(kind, ids):
+    """What compute_loss gets of sequences that end in KEPT tokens of a completion."""
+    seen = torch.ones_like(ids)
+    if kind == "SFT":
+        return {"input_ids": ids, "attention_mask": seen, "labels": ids.index_fill(1, torch.arange(8), -100)}
+    parts = {"prompt": slice(None, -KEPT), "completion": slice(-KEPT, None)}
+    inputs = {f"{name}_ids": ids[:, part] for name, part in parts.items()}
+    inputs |= {f"{name}_mask": seen[:, part] for name, part in parts.items()}
+    return inputs | {"advantages": ids[:, 0] % 7 - 3.0, "num_items_in_batch": torch.tensor(32 * KEPT)}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("hidden", [512, 1000])
+def test_the_loss_of_a_trainer(packages, tmp_path, hidden, dtype, kind):
+    """compute_loss of one batch and of micro-batches: every log-probability is the sampler's, every gradient the same.
+
+    A micro-batch has 256 rows, at which norms may be cut, of which 240 come to the head."""
+    ids, sums, found = some_ids(32, 8 + KEPT), [], []
+    for size in (32, 16):
+        model = converted_llama(hidden).to(dtype)
+        trainer = trainer_of(kind, model, tmp_path)
+        pt.check_trainer(trainer)
+        pt.accumulate_gradients(model.train())
+        trainer.current_gradient_accumulation_steps = 1  # as its loop says; the loss is over the tokens of all parts
+        model.register_forward_hook(lambda _, given, made: found.append(getattr(made, "log_probs", None)))
+        for part in ids.split(size):
+            trainer.compute_loss(
+                model, given_to_loss(kind, part), num_items_in_batch=torch.tensor(32 * KEPT)
+            ).backward()
+        sums.append({name: p.main_grad for name, p in model.named_parameters() if hasattr(p, "main_grad")})
+        assert len(sums[-1]) > 8 and all(p.grad is None for p in model.parameters())
+    theirs = sampled(trainer, ids)
+    whole, *parts = [x.detach()[:, -KEPT:].contiguous() for x in found[:3]]
+    same(whole, theirs), same(torch.cat(parts), theirs)
+    for name, value in sums[0].items():
+        assert value.any(), name
+        same(sums[1][name], value)
 
 
 @pytest.mark.parametrize("kind", ["pydet", "adapters", "stock"])
@@ -259,6 +421,23 @@ def test_trainers_run_by_the_routed_head(packages, tmp_path, kind):
     assert trainer.state.global_step == 1 and asked and asked[0]["entropy"]
     assert kind == "GRPO" or asked[0]["greedy"]
     assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_which_trainers_of_trls_take_the_weight_themselves(packages):
+    """By their methods, whose code alone is read here."""
+    import trl
+    from trl.trainer.distillation_trainer import DistillationTrainer
+
+    names = ("SFTTrainer", "GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
+    for kind in [*(getattr(trl, name) for name in names), DistillationTrainer]:
+        trainer = object.__new__(kind)
+        trainer.model, trainer.args = Model(), types.SimpleNamespace()
+        pt.convert(trainer.model)
+        if kind is DistillationTrainer:
+            with pytest.raises(pydet.Error, match=TAKES.format(r"DistillationTrainer\._compute_loss")):
+                pt.check_trainer(trainer)
+        else:
+            pt.check_trainer(trainer)
 
 
 def test_what_a_routed_head_is_asked_and_has_not(packages, tmp_path):

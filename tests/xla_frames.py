@@ -216,16 +216,20 @@ def embedding_backward(padding, start=0):
     return Call(arguments, (TABLE, (U8, (1 << 16,))), attributes, ((2, 0),) * start, ((1, IDS),), True)
 
 
-def head(bias, wide=0):
+def head(bias, wide=0, asked=(), **read):
     attributes = {"arithmetic": 0, "k_chunk": 0, "wide_logits": wide, "has_bias": bias}
+    attributes |= {"softcap": 0.0, "temperature": 0.0, **read}
+    attributes |= {f"has_{name}": int(name in asked) for name in ("entropy", "lse", "mean")}
     arguments = ROWS, TABLE, INDEX, *[(F32, (5,))] * bias
-    return Call(arguments, (VALUES, (U8, (1 << 16,))), attributes, values=((2, IDS),), workspace=True)
+    results = VALUES, *[VALUES] * len(asked), (U8, (1 << 16,))
+    return Call(arguments, results, attributes, values=((2, IDS),), workspace=True)
 
 
-def head_backward(bias):
-    forward = head(bias)
+def head_backward(bias, asked=(), **read):
+    forward = head(bias, asked=asked, **read)
     results = ROWS, TABLE, *[(F32, (5,))] * bias, (U8, (1 << 16,))
-    return Call((VALUES, *forward.arguments), results, forward.attributes, values=((3, IDS),), workspace=True)
+    arguments = VALUES, *forward.arguments, *[VALUES] * len(asked)
+    return Call(arguments, results, forward.attributes, values=((3, IDS),), workspace=True)
 
 
 def sample(**own):
@@ -316,8 +320,14 @@ CALLS = {
     "softmax": [Call((ROWS,), (ROWS,), {"log": 0, "kernel": ""})],
     "softmax_backward": [Call((ROWS, ROWS), (ROWS,), {"log": 0, "kernel": ""})],
     "log_prob": [Call((ROWS, INDEX), (VALUES,), {"kernel": ""}, values=((1, np.arange(6, dtype=np.int32)),))],
-    "linear_log_prob": [head(0), head(1), head(0, 1)],
-    "linear_log_prob_backward": [head_backward(0), head_backward(1)],
+    "linear_log_prob": [
+        *(head(0), head(1), head(0, 1)),
+        *(head(0, asked=["lse"]), head(1, asked=["entropy", "lse", "mean"], softcap=2.0, temperature=0.5)),
+    ],
+    "linear_log_prob_backward": [
+        *(head_backward(0), head_backward(1), head_backward(0, ["mean"])),
+        head_backward(1, ["entropy", "lse", "mean"], softcap=2.0, temperature=0.5),
+    ],
     "log_prob_backward": [
         Call((VALUES, ROWS, INDEX), (ROWS,), {"kernel": ""}, values=((2, np.arange(6, dtype=np.int32)),))
     ],

@@ -14,7 +14,6 @@ EXPRESSION names tiles that --within does not leave out; --shapes 4096x4096x4096
 """
 
 import argparse
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -34,6 +33,7 @@ import sm90_fit
 
 import pydet
 from bench import model_shapes
+from bench.card import Meter
 from bench.cuda import normal, sets_of
 
 SAMPLES = 5
@@ -63,22 +63,6 @@ class Timer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / count
-
-
-class Clock:
-    """The SM clock in MHz, by NVML."""
-
-    def __init__(self):
-        self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self.handle = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
-        if self.nvml.nvmlInit_v2() or self.nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self.handle)):
-            raise SystemExit("NVML does not know the device")
-
-    def __call__(self):
-        mhz, sm = ctypes.c_uint(), 1
-        self.nvml.nvmlDeviceGetClockInfo(self.handle, sm, ctypes.byref(mhz))
-        return mhz.value
 
 
 def sustained(graph, count, us, seconds, clock):
@@ -234,7 +218,7 @@ def main():
     drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK]
     if options.handed_over:
         drawn = (p for p in drawn if choice(p).endswith("_handover"))
-    timer, start, clock = Timer(), time.monotonic(), Clock() if options.sustained else None
+    timer, start, clock = Timer(), time.monotonic(), Meter().mhz if options.sustained else None
     with options.out.open("w") as out:
         for done, problem in enumerate(itertools.islice(drawn, options.problems)):
             if time.monotonic() - start > options.seconds:

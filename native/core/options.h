@@ -52,6 +52,12 @@ template <class Options> pydet_status read_options(const char *op, const Options
   return PYDET_OK;
 }
 
+// A factor, or what is divided by; or_none: 0 says that there is none. By the bits: a thread may read subnormals as zeros.
+inline pydet_status check_scale(const char *op, const char *name, float value, bool or_none) {
+  if ((or_none && bits_of(value) << 1 == 0) || (value >= 0x1p-100f && value <= 0x1p100f)) return PYDET_OK;
+  return fail(PYDET_INVALID_VALUE, "%s: %s is %g, want a number from 2^-100 to 2^100", op, name, double(value));
+}
+
 // Fills in what a caller asked for in a structure of its release's size. What this release does not know becomes 0.
 template <class Info> void write_info(const Info &filled, Info *info) {
   const uint32_t size = info->struct_size;

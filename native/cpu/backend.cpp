@@ -33,6 +33,7 @@ constexpr uint64_t kNormFeatures = kResidual | kWeight | kWeightOffset | kBias |
 constexpr uint64_t kGradientFeatures = kLayerNormGradient | kOfHeads | kBlockSums;
 constexpr uint64_t kSoftmaxFeatures = kTwoStrides | kLogarithm | kColumn | kRowGradient | kLogProbs | kSlabs;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kHeadRowsFeatures = kRowGradient | kSoftcap | kSlabs;
 constexpr uint64_t kActivationFeatures = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kActivationFeatures | kRowGradient;
 constexpr uint64_t kSampleFeatures = kTwoStrides | kFilters | kLogProbs;
@@ -141,6 +142,16 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 #endif
     Row("cpu_softmax_backward_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kSoftmaxGradient)
         .launches(softmax_backward<Scalar>),
+};
+
+constexpr Kernel<HeadRows> kHeadRows[] = {
+#if defined(__x86_64__)
+    Row("cpu_head_rows_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kHeadRowsFeatures)
+        .launches(head_rows<Avx512>),
+    Row("cpu_head_rows_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kHeadRowsFeatures).launches(head_rows<Avx2>),
+#endif
+    Row("cpu_head_rows_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kHeadRowsFeatures)
+        .launches(head_rows<Scalar>),
 };
 
 constexpr Kernel<Activation> kActivation[] = {
@@ -484,7 +495,7 @@ constexpr Backend cpu() {
       table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
       table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
       table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d),
-      no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward),
+      no_kernels<LinearLogProb>(), table(kHeadRows), table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward),
       table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
   return backend;
 }

@@ -35,6 +35,7 @@ struct LayerNorm;
 struct LayerNormBackward;
 struct Softmax;
 struct SoftmaxBackward;
+struct HeadRows;
 struct Fold;
 
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
@@ -237,6 +238,9 @@ pydet_status softmax_long(const Softmax &);
 bool softmax_backward_held_takes(const SoftmaxBackward &);
 pydet_status softmax_backward_held(const SoftmaxBackward &);
 pydet_status softmax_backward_long(const SoftmaxBackward &);
+
+// any/head_rows.cu
+pydet_status head_rows(const HeadRows &);
 
 // nvidia/softmax_staged.cu
 bool softmax_staged_takes(const Softmax &);

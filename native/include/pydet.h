@@ -389,15 +389,24 @@ PYDET_API pydet_status pydet_log_prob_backward(void *stream, const pydet_tensor 
  * holds it for some rows at a time, and how many changes no bit. Backward makes it again; d is its gradient, rounded:
  *   dx[t, k] = round( chain_n(d[t, n], w[n, k]) );   dw[n, k] = chain_t(d[t, n], x[t, k]);   dbias[n] = chain_t(1, d)
  * dx, dw and dbias may be NULL; sums that are not fp32 need a workspace for all rows. log_prob in backward is NULL, or
- * written too. */
+ * written too. With a softcap C and a temperature T rows are read as (C tanh(z / C)) / T. More may be asked of them, [...]
+ * fp32: the entropy of their softmax, lse = log(sum of exp), their mean; and greedy, int64, the first column of the
+ * largest. In backward entropy, lse and mean are the gradients by them. */
 typedef struct pydet_linear_log_prob_options {
   uint32_t struct_size;
   int32_t arithmetic;
   int64_t k_chunk;
-  pydet_dtype logits; /* z's type: zeros for that of x, or fp32 */
+  pydet_dtype logits; /* z's type: zeros for that of x */
   int32_t accumulate; /* 1: dw and dbias, fp32, continue; micro-batches are multiples of 16 rows (or k_chunk) */
   void *workspace;    /* for fewer rows too: at least 1 forward, 16 (or k_chunk) for sums over rows */
   uint64_t workspace_size;
+  float softcap; /* 0: none */
+  float temperature;
+  const pydet_tensor *entropy;
+  const pydet_tensor *lse;
+  const pydet_tensor *mean;
+  const pydet_tensor *greedy;
+  const char *kernel; /* of what is asked of rows (head_rows), which it then makes; NULL: the library's choice */
   int64_t reserved;
 } pydet_linear_log_prob_options;
 

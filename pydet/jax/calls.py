@@ -331,7 +331,7 @@ def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*given: Any) -> Any:
-            arrays = iter(aligned([x for i, x in enumerate(given) if i not in static and x is not None]))
+            arrays = iter(_aligned([x for i, x in enumerate(given) if i not in static and x is not None]))
             return function(*(x if i in static or x is None else next(arrays) for i, x in enumerate(given)))
 
         return jax.jit(run, static_argnums=static, inline=True)
@@ -339,7 +339,7 @@ def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-def aligned(arrays: list[Array]) -> list[Array]:
+def _aligned(arrays: list[Array]) -> list[Array]:
     """Arrays that vary over the same axes."""
     axes = [varies_over(x) for x in arrays]
     if len(set(axes)) < 2:
@@ -370,21 +370,15 @@ def call_handler(
     return found if several else found[0]
 
 
-def first_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays without derivative. A gradient is refused when it is asked for, not where it is cut off
-    (jax.lax.stop_gradient)."""
-
-    def refuse(saved: None, gradient: Any) -> NoReturn:
-        fail(UNSUPPORTED, _NO_DERIVATIVE.get(name, f"{name}: no derivative"))
-
-    guarded = jax.custom_vjp(run)
-    guarded.defvjp(lambda *given: (run(*given), None), refuse)
-    return guarded
-
-
 @compiled(0)
 def _call(call: Foreign, *operands: Array) -> Any:
+    # A gradient is refused when it is asked for, not where it is cut off (jax.lax.stop_gradient).
+    def refuse(saved: None, gradient: Any) -> NoReturn:
+        fail(UNSUPPORTED, _NO_DERIVATIVE.get(call.target, f"{call.target}: no derivative"))
+
     def run(*given: Array) -> tuple[Array, ...]:
         return batchable(partitioned, call, *given)
 
-    return first_only(call.target, run)(*operands)
+    guarded = jax.custom_vjp(run)
+    guarded.defvjp(lambda *given: (run(*given), None), refuse)
+    return guarded(*operands)

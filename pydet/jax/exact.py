@@ -65,32 +65,17 @@ def _shifted(mantissa: Array, by: Array) -> Array:
     return (mantissa >> by) | lost.astype(jnp.uint32)
 
 
-def _rounded(exponent: Array, mantissa: Array, fraction: int = 23, inf: Any = _INF) -> Array:
-    """The bits of a number whose mantissa has 4 bits more than the fraction, to the nearest, ties to even."""
+def _rounded(exponent: Array, mantissa: Array) -> Array:
+    """The bits of ``mantissa 2^(exponent - 153)``, of 27 bits, to the nearest, ties to even."""
     mantissa = _shifted(mantissa, jnp.clip(1 - exponent, 0, 31))  # a subnormal result has fewer bits
     below = mantissa & ((1 << _GUARD) - 1)
-    bits = ((jnp.maximum(exponent, 1) - 1).astype(jnp.uint32) << fraction) + (mantissa >> _GUARD)
+    bits = ((jnp.maximum(exponent, 1) - 1).astype(jnp.uint32) << 23) + (mantissa >> _GUARD)
     up = (below > 4) | ((below == 4) & ((bits & 1) == 1))
-    return jnp.minimum(bits + up.astype(jnp.uint32), inf)
-
-
-def narrow(x: Array, dtype: Any) -> Array:
-    """``x`` in another type."""
-    if dtype == jnp.float32:
-        return x
-    fraction, less, inf = (7, 0, 0x7F80) if dtype == jnp.bfloat16 else (10, 112, 0x7C00)
-    p = _parts(x)
-    made = _rounded(p.exponent - less, _shifted(p.mantissa, jnp.uint32(20 - fraction)), fraction, jnp.uint32(inf))
-    made = jnp.where(p.is_nan, jnp.uint32(0x7FFF), p.sign >> 16 | made)
-    return _lax.bitcast_convert_type(made.astype(jnp.uint16), dtype)
+    return jnp.minimum(bits + up.astype(jnp.uint32), _INF)
 
 
 def negate(x: Array) -> Array:
     return _number(_bits(x) ^ _SIGN)
-
-
-def is_zero(x: Array) -> Array:
-    return (_bits(x) & ~_SIGN) == 0
 
 
 def add(x: Array, y: Array) -> Array:

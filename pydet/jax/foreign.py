@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -77,42 +76,31 @@ _ONE_BY_ONE = (
 )  # fmt: skip
 
 
-def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that vmap calls for each of a batch by itself."""
-    made = jax.custom_batching.custom_vmap(function)
-
-    @made.def_vmap
-    def of_batches(size: Any, batched: list[bool], *given: Array) -> tuple[Any, Any]:
-        own = [x for x, there in zip(given, batched, strict=True) if there]
-
-        def one(parts: list[Array]) -> Any:
-            part = iter(parts)
-            return one_by_one(function)(*(next(part) if there else x for x, there in zip(given, batched, strict=True)))
-
-        found = jax.lax.map(one, own)
-        return found, jax.tree.map(lambda _: True, found)
-
-    return made
-
-
 def batchable(run: Any, call: Foreign, *operands: Array) -> tuple[Array, ...]:
     """``run(call, *operands)``, under vmap as one call of batches: gemm broadcasts what is unbatched. A norm takes a
     weight a group of rows, which nested batches keep in order only where all operands have every batch dimension; and
     what lies in a result's memory must have its shape. Some calls are made one by one."""
-    if call.target in _ONE_BY_ONE:
-        found: tuple[Array, ...] = one_by_one(lambda *given: run(call, *given))(*operands)
-        return found
     made = jax.custom_batching.custom_vmap(lambda *given: run(call, *given))
 
     @made.def_vmap
     def of_batches(size: Any, batched: list[bool], *given: Array) -> tuple[Any, Any]:
+        flags = [True] * len(call.results)
+        if call.target in _ONE_BY_ONE:
+            own = [x for x, there in zip(given, batched, strict=True) if there]
+
+            def one(parts: list[Array]) -> tuple[Array, ...]:
+                part = iter(parts)
+                one_each = [next(part) if there else x for x, there in zip(given, batched, strict=True)]
+                return batchable(run, call, *one_each)
+
+            return jax.lax.map(one, own), tuple(flags)
         expands = call.target == "gemm" and not call.aliases
         each = [
             x if there else x[None] if expands else jnp.broadcast_to(x, (size, *x.shape))
             for x, there in zip(given, batched, strict=True)
         ]
         results = [jax.ShapeDtypeStruct((size, *y.shape), y.dtype) for y in call.results]
-        return batchable(run, call.giving(*results), *each), (True,) * len(call.results)
+        return batchable(run, call.giving(*results), *each), tuple(flags)
 
-    found = made(*operands)
+    found: tuple[Array, ...] = made(*operands)
     return found

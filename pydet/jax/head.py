@@ -31,7 +31,6 @@ from pydet.jax.calls import (
     unwrapped,
     whole_numbers,
 )
-from pydet.jax.logits import Asked, How, answers
 from pydet.jax.products import Layout, product
 from pydet.ops import Arithmetic
 from pydet.ops.head import HEAD_WORKSPACE
@@ -49,10 +48,27 @@ _DTYPES = {
 }
 
 
-# ---- The library's own operation -------------------------------------------------------------------------------------
+class _Asked(NamedTuple):
+    """What is asked of rows beside the log-probability, in the order of results and gradients."""
+
+    entropy: bool = False
+    lse: bool = False
+    mean: bool = False
 
 
-def _bytes(x: Array, w: Array, backward: bool, most: int, how: How) -> int:
+class _How(NamedTuple):
+    """What is static of a call."""
+
+    arithmetic: int
+    k_chunk: int
+    wide_logits: bool
+    workspace: int
+    temperature: float
+    softcap: float  # 0: none
+    asked: _Asked
+
+
+def _bytes(x: Array, w: Array, backward: bool, most: int, how: _How) -> int:
     library = _native.load(constants.PYDET_EXCHANGE_CPU)
     options, found = ffi.new("pydet_linear_log_prob_options *"), ffi.new("uint64_t *")
     options.struct_size = ffi.sizeof(options[0])
@@ -65,40 +81,52 @@ def _bytes(x: Array, w: Array, backward: bool, most: int, how: How) -> int:
     return int(found[0])
 
 
-def _room(x: Array, w: Array, backward: bool, how: How) -> Any:
+def _room(x: Array, w: Array, backward: bool, how: _How) -> Any:
     size = min(_bytes(x, w, backward, how.workspace, how), how.workspace)
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
-def _attributes(bias: Array | None, how: How) -> dict[str, Any]:
-    asked = {"arithmetic": how.arithmetic, "k_chunk": how.k_chunk, "wide_logits": how.wide_logits}
-    return {**asked, "has_bias": bias is not None}
+def _attributes(bias: Array | None, how: _How) -> dict[str, Any]:
+    names = ("arithmetic", "k_chunk", "wide_logits", "softcap", "temperature")
+    asked = {f"has_{name}": wanted for name, wanted in how.asked._asdict().items()}
+    return {**{name: getattr(how, name) for name in names}, **asked, "has_bias": bias is not None}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _head(x: Array, w: Array, index: Array, bias: Array | None, how: How) -> Array:
-    results = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32), _room(x, w, False, how)
+def _head(x: Array, w: Array, index: Array, bias: Array | None, how: _How) -> tuple[Array, ...]:
+    """log_prob, and what else is asked."""
+    each = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+    results = each, *[each] * sum(how.asked), _room(x, w, False, how)
     operands = [x, w, index] if bias is None else [x, w, index, bias]
-    return call_handler(_OP, results, operands, {}, _attributes(bias, how))[0]
+    made: tuple[Array, ...] = call_handler(_OP, results, operands, {}, _attributes(bias, how))
+    return made[:-1]
 
 
-def _forward(x: Array, w: Array, index: Array, bias: Array | None, how: How) -> tuple[Array, Any]:
+def _forward(x: Array, w: Array, index: Array, bias: Array | None, how: _How) -> tuple[tuple[Array, ...], Any]:
     return _head(x, w, index, bias, how), (x, w, index, bias)
 
 
-def _backward(how: How, saved: Any, dlog_prob: Array) -> tuple[Array | None, ...]:
+def _rounded(sums: Array, dtype: Any, how: _How) -> Array:
+    """Sums that are done, in the type of their parameter: the bias of an empty product, which is rounded once."""
+    if dtype == jnp.float32:
+        return sums
+    rows = sums[None] if sums.ndim == 1 else sums
+    left, right = jnp.zeros((rows.shape[0], 0), dtype), jnp.zeros((0, rows.shape[1]), dtype)
+    made = product(left, right, rows, None, name_of(dtype), Layout(), Options(how.arithmetic))
+    return made.reshape(sums.shape)
+
+
+def _backward(how: _How, saved: Any, given: tuple[Array, ...]) -> tuple[Array | None, ...]:
+    dlog_prob, *others = given
     x, w, index, bias = saved
     whole = _bytes(x, w, True, 2**62, how) <= how.workspace  # then sums are rounded where they are made
     parameters = [w] if bias is None else [w, bias]
     sums = [jax.ShapeDtypeStruct(p.shape, p.dtype if whole else jnp.float32) for p in parameters]
     results = jax.ShapeDtypeStruct(x.shape, x.dtype), *sums, _room(x, w, True, how)
-    operands = [dlog_prob, x, w, index] if bias is None else [dlog_prob, x, w, index, bias]
+    operands = [dlog_prob, x, w, index, *([] if bias is None else [bias]), *others]
     dx, dw, *rest = call_handler(f"{_OP}_backward", results, operands, {}, _attributes(bias, how))
-    if not whole:
-        dw, *rest = (
-            exact.narrow(s, p.dtype) for s, p in zip((dw, *rest[: len(parameters) - 1]), parameters, strict=True)
-        )
-    return dx, dw, None, None if bias is None else rest[0]
+    dbias = None if bias is None else rest[0] if whole else _rounded(rest[0], bias.dtype, how)
+    return dx, dw if whole else _rounded(dw, w.dtype, how), None, dbias
 
 
 _head.defvjp(_forward, _backward)
@@ -119,14 +147,12 @@ def _operands(op: str, x: Any, w: Any, bias: Any) -> tuple[Array, Array, Array |
     return x, w, added
 
 
-def _positive(op: str, name: str, value: Any) -> float:
-    want = "a positive number that float32 holds"
-    number = static(op, name, value, float, want)
-    with np.errstate(over="ignore", under="ignore"):
-        as_fp32 = float(np.float32(number))
-    if not 0 < as_fp32 < math.inf:
-        fail(INVALID_VALUE, f"{op}: {name} is {number}, want {want}")
-    return float(number)
+def _scale(op: str, name: str, value: Any) -> float:
+    want = "a number from 2^-100 to 2^100"
+    number: float = static(op, name, value, float, want)
+    if not 2.0**-100 <= number <= 2.0**100:
+        fail(INVALID_VALUE, f"{op}: {name} is {number:g}, want {want}")
+    return number
 
 
 def _how(
@@ -138,25 +164,20 @@ def _how(
     arithmetic: Arithmetic,
     k_chunk: int | None,
     workspace: Any,
-    asked: Asked,
-) -> How:
+    asked: _Asked,
+) -> _How:
     logits = name_of(x.dtype) if logits_dtype is None else TYPES[type_index(logits_dtype, op, "logits_dtype")]
     if logits not in ("float32", name_of(x.dtype)):
         fail(INVALID_DTYPE, f"{op}: logits_dtype is {logits}, want float32, or {name_of(x.dtype)} as x is")
     size = static(op, "workspace", workspace, operator.index, "a positive number of bytes")
     if size <= 0:
         fail(INVALID_VALUE, f"{op}: workspace is {size}, want a positive number of bytes")
-    options, heat = options_of(op, arithmetic, k_chunk), _positive(op, "temperature", temperature)
-    cap = None if softcap is None else _positive(op, "softcap", softcap)
-    return How(options.arithmetic, options.k_chunk, logits != name_of(x.dtype), size, heat, cap, asked)
+    options, heat = options_of(op, arithmetic, k_chunk), _scale(op, "temperature", temperature)
+    cap = 0.0 if softcap is None else _scale(op, "softcap", softcap)
+    return _How(options.arithmetic, options.k_chunk, logits != name_of(x.dtype), size, heat, cap, asked)
 
 
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
-
-
-@compiled(4)
-def _run_answers(x: Array, w: Array, index: Array, bias: Array | None, how: How) -> tuple[Array, ...]:
-    return (_head(x, w, index, bias, how),) if how.is_plain else answers(x, w, index, bias, how)
 
 
 @program
@@ -177,7 +198,7 @@ def linear_log_prob(
     """``log_prob(linear(x, w, bias), index)`` without the logits in memory: :func:`pydet.linear_log_prob`, and with the
     bits of ``pydet.torch.linear_log_prob``.
 
-    Rows are taken in chunks, in backward too, which makes the logits again. How many rows a chunk has changes no bit.
+    Backward makes the logits again, some rows at a time.
 
     Args:
         x: ``[..., K]``.
@@ -189,17 +210,16 @@ def linear_log_prob(
         softcap: logits become ``softcap tanh(logits / softcap)``.
         return_entropy: return the entropy of each row too. It has a gradient.
         arithmetic, k_chunk: as in :func:`gemm`, forward and backward.
-        workspace: bytes that chunks may take, of which backward needs 16 rows, or ``k_chunk``. Beside it sums over rows
-            that are cut are float32 until they are done.
+        workspace: bytes that the logits of some rows may take. It decides no bits.
 
     Returns:
         ``[...]``, float32; with ``return_entropy`` a pair of them.
     """
     x, w, added = _operands(_OP, x, w, bias)
     index = whole_numbers(_OP, "index", index, x.shape[:-1])
-    asked = Asked(entropy=static(_OP, "return_entropy", return_entropy, bool, "True or False"))
+    asked = _Asked(entropy=static(_OP, "return_entropy", return_entropy, bool, "True or False"))
     how = _how(_OP, x, logits_dtype, temperature, softcap, arithmetic, k_chunk, workspace, asked)
-    made = _run_answers(x, w, index, added, how)
+    made = _run_head(x, w, index, added, how)
     return made if return_entropy else made[0]
 
 
@@ -214,8 +234,8 @@ class _Loss(NamedTuple):
     reduction: str
 
     @property
-    def asked(self) -> Asked:
-        return Asked(lse=self.label_smoothing > 0 or self.z_loss > 0, mean=self.label_smoothing > 0)
+    def asked(self) -> _Asked:
+        return _Asked(lse=self.label_smoothing > 0 or self.z_loss > 0, mean=self.label_smoothing > 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -278,9 +298,8 @@ def _sum_of_rows(losses: Array) -> Array:
 
 
 @compiled(5, 6)
-def _run_loss(x: Array, w: Array, index: Array, ignored: Array, bias: Array | None, how: How, loss: _Loss) -> Array:
-    made = (_head(x, w, index, bias, how),) if how.is_plain else answers(x, w, index, bias, how)
-    losses = _loss_of_rows(made, ignored, loss)
+def _run_loss(x: Array, w: Array, index: Array, ignored: Array, bias: Array | None, how: _How, loss: _Loss) -> Array:
+    losses = _loss_of_rows(_head(x, w, index, bias, how), ignored, loss)
     if loss.reduction == "none":
         return losses
     total = _sum_of_rows(losses)

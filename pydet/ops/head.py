@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pydet._native import INVALID_VALUE, fail
 from pydet.frameworks import type_index
 from pydet.hooks import methods, on_stream
 from pydet.ops.types import Arithmetic, Stream, Tensor
@@ -11,6 +12,14 @@ from pydet.ops.types import Arithmetic, Stream, Tensor
 _linear_log_prob, _linear_log_prob_backward = methods(("linear_log_prob", "linear_log_prob_backward"))
 
 HEAD_WORKSPACE = 256 << 20  # bytes
+
+
+def _read_as(op: str, temperature: float, softcap: float | None) -> dict[str, float]:
+    """As the library takes them, for which 0 is none."""
+    for name, value in (("temperature", temperature), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            fail(INVALID_VALUE, f"{op}: {name} is {value}, want a positive number")
+    return {"temperature": temperature, "softcap": softcap or 0.0}
 
 
 def linear_log_prob(
@@ -21,11 +30,14 @@ def linear_log_prob(
     bias: Any = None,
     out: Tensor | None = None,
     logits_dtype: Any = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     workspace: int = HEAD_WORKSPACE,
     stream: Stream | None = None,
-) -> Tensor:
+) -> Any:
     """``log_prob(skinny_gemm(x, w, bias=bias), index)``, with its bits, and without the logits of all rows in memory.
 
     Args:
@@ -34,25 +46,34 @@ def linear_log_prob(
         index: ``[...]``, int32 or int64, contiguous: the column of each row. Below 0 or from N on: NaN.
         bias: ``[N]``, of any of the three types.
         out: ``[...]``, float32, contiguous; made if None.
-        logits_dtype: the type that logits are rounded to: that of ``x`` by default, or float32.
+        logits_dtype: the type that logits are rounded to: that of ``x`` by default. What follows is float32.
+        temperature: logits are divided by it, after they were rounded and capped.
+        softcap: logits become ``softcap tanh(logits / softcap)``.
+        return_entropy: return the entropy of each row's softmax too.
         arithmetic, k_chunk, stream: as in :func:`gemm`.
         workspace: bytes that the logits of a chunk of rows may take. It decides no bits.
+
+    Returns:
+        ``[...]``, float32; with ``return_entropy`` a pair of them.
 
     Raises:
         Error: as :func:`gemm`, or a workspace that holds no row.
     """
     method = _linear_log_prob if stream is None else on_stream(_linear_log_prob, x, stream)
-    return method(  # type: ignore[no-any-return]
+    made = method(
         x,
         w,
         index,
         bias=bias,
         out=out,
+        of_entropy=return_entropy,
         logits_dtype=None if logits_dtype is None else type_index(logits_dtype, "linear_log_prob", "logits_dtype"),
+        **_read_as("linear_log_prob", temperature, softcap),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,
     )
+    return tuple(made[:2]) if return_entropy else made
 
 
 class HeadGradients(NamedTuple):
@@ -71,6 +92,7 @@ def linear_log_prob_backward(
     index: Tensor,
     *,
     bias: Any = None,
+    dentropy: Any = None,
     dx: Any = None,
     dw: Any = None,
     dbias: Any = None,
@@ -82,6 +104,8 @@ def linear_log_prob_backward(
     dw_dtype: Any = None,
     accumulate: bool = False,
     logits_dtype: Any = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
     arithmetic: Arithmetic = "auto",
     k_chunk: int | None = None,
     workspace: int = HEAD_WORKSPACE,
@@ -91,8 +115,9 @@ def linear_log_prob_backward(
 
     Args:
         dlog_prob: ``[...]``, float32, contiguous.
-        x, w, index, bias, logits_dtype, arithmetic, k_chunk, stream: as in :func:`linear_log_prob`. Rows whose index is
-            no column have no part in any gradient.
+        x, w, index, bias, logits_dtype, temperature, softcap, arithmetic, k_chunk, stream: as in
+            :func:`linear_log_prob`. Rows whose index is no column have no part in any gradient but that by the entropy.
+        dentropy: ``[...]``, float32, contiguous: by the entropy, if there is a gradient by it.
         dx: like ``x``, of any of the three types; made if None and ``of_x``.
         dw: ``[N, K]``, dbias: ``[N]``, of any of the three types; made if None and ``of_w`` and ``of_bias`` (by default
             where there is a bias). In another type than float32 they need a workspace for all rows at once. Where a
@@ -115,6 +140,7 @@ def linear_log_prob_backward(
         w,
         index,
         bias=bias,
+        dentropy=dentropy,
         dx=dx,
         dw=dw,
         dbias=dbias,
@@ -126,6 +152,7 @@ def linear_log_prob_backward(
         dw_dtype=None if dw_dtype is None else type_index(dw_dtype, op, "dw_dtype"),
         accumulate=accumulate,
         logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
+        **_read_as(op, temperature, softcap),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,

@@ -137,8 +137,24 @@ def can_route(model: Any, place: str) -> bool:
 # ---- The loss of Liger's forwards ------------------------------------------------------------------------------------
 
 _LIGER, _LIGER_LOSS = "liger_kernel.", "LigerForCausalLMLoss"
-_LIGER_LACKS = ["return_token_accuracy", "return_predicted_tokens", "final_logit_softcapping", "label_smoothing"]
-_LIGER_LACKS += ["lse_square_scale", "ce_weight", "use_token_scaling", "return_z_loss", "bias"]
+# Keywords that change the loss, and the value by which each of them does not. Of a softcap: the sampler's own code caps
+# its logits with PyTorch's bits.
+_LIGER_CHANGES: dict[str, Any] = dict.fromkeys(("final_logit_softcapping", "softcap", "ce_weight"))
+_LIGER_CHANGES |= {"label_smoothing": 0.0, "lse_square_scale": 0.0, "accum_dtype": torch.float32}
+_LIGER_CHANGES |= dict.fromkeys(("use_token_scaling", "return_z_loss"), False)
+_LIGER_CHANGES |= dict.fromkeys(("return_token_accuracy", "return_predicted_tokens"), False)
+# Those that change nothing here: how many rows Liger takes at once, and what forwards hand on of their own keywords.
+_LIGER_IGNORED = {"chunk_mem_const", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_LIGER_IGNORED |= {"position_ids", "cache_position", "is_causal", "use_cache", "return_dict"}
+_LIGER_IGNORED |= {"output_attentions", "output_hidden_states", "output_router_logits"}
+
+
+def _is_asked(name: str, value: Any) -> bool:
+    """Whether a keyword asks Liger's loss for what is not done here. A tensor does always: it is compared with none."""
+    if value is None or name in _LIGER_IGNORED:
+        return False
+    comparable = isinstance(value, bool | int | float | torch.dtype)
+    return name not in _LIGER_CHANGES or not comparable or value != _LIGER_CHANGES[name]
 
 
 class _RoutedLoss:
@@ -153,14 +169,43 @@ class _RoutedLoss:
         head = _head.get()
         if head is None or lm_head_weight is not head.weight:
             return self.theirs(hidden_states, lm_head_weight, labels, *args, **options)
-        if args or (lacks := [name for name in _LIGER_LACKS if options.get(name) not in (None, False, 0.0)]):
-            what = "positional arguments" if args else ", ".join(lacks)
-            fail(UNSUPPORTED, f"check_trainer: Liger's fused loss is asked for {what}, want it without")
-        how = {
-            name: options[name] for name in ("ignore_index", "shift_labels", "num_items_in_batch") if name in options
-        }
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return _loss_of(rows, labels, lambda index: _log_probs(head, rows, index), **how)
+        return self._made(head, hidden_states, labels, *args, **options)
+
+    def _made(
+        self,
+        head: Linear,
+        hidden_states: torch.Tensor,
+        labels: Any,
+        hidden_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Any = None,
+        final_logit_softcapping: Any = None,
+        return_token_accuracy: Any = False,
+        return_predicted_tokens: Any = False,
+        *,
+        bias: Any = None,
+        reduction: Any = "mean",
+        **options: Any,
+    ) -> torch.Tensor:
+        """By the arguments of Liger's loss, in its order, and by those of its fused cross-entropy."""
+        options["final_logit_softcapping"] = final_logit_softcapping
+        options["return_token_accuracy"] = return_token_accuracy
+        options["return_predicted_tokens"] = return_predicted_tokens
+        asked = [name for name, value in options.items() if _is_asked(name, value)]
+        if bias is not None and bias is not head.bias:
+            asked.append("a bias that is not the head's")
+        if asked:
+            fail(UNSUPPORTED, f"check_trainer: Liger's fused loss is asked for {', '.join(asked)}, want it without")
+        if reduction not in ("mean", "sum"):
+            got = f"reduction {reduction!r}"
+            fail(UNSUPPORTED, f"check_trainer: Liger's fused loss is asked for {got}, want 'mean' or 'sum'")
+        if reduction == "sum" and num_items_in_batch is not None:
+            both = "reduction 'sum' and num_items_in_batch"
+            fail(INVALID_VALUE, f"check_trainer: Liger's fused loss is asked for {both}, want one of them")
+        rows = hidden_states.reshape(-1, hidden_size)
+        items = 1 if reduction == "sum" else num_items_in_batch
+        return _loss_of(rows, labels, lambda index: _log_probs(head, rows, index), items, ignore_index, shift_labels)
 
 
 def can_route_loss(model: Any, names: dict[str, Any]) -> bool:

@@ -285,7 +285,7 @@ def linear_cross_entropy_and_gradients(
         else:  # filled there: a graph that is captured may not copy from the host
             of_row = torch.full((), float(gradient), dtype=torch.float32, device=x.device)
         of_row = of_row / count if means else of_row
-        start = room_for_sums(x, w, head, rule.lse)
+        start = room_for_sums(x, w, head)
         dw = sum_of(w, part) if sums_to else start(w)
         if bias is not None:
             dbias = main_grad(bias) if sums_to else start(bias)
@@ -295,7 +295,7 @@ def linear_cross_entropy_and_gradients(
             index,
             None if bias is None else bias.detach(),
             head,
-            lambda log_prob, lse, mean, rows: rule(log_prob, lse, mean, ignored[rows]),
+            lambda log_prob, lse, mean: rule(log_prob, lse, mean, ignored),
             (rule.lse, rule.mean),
             of_row,
             dw,

@@ -16,6 +16,11 @@ Tensor = torch.Tensor
 
 
 _STATE = ("step", "beta1_power", "beta2_power", "exp_avg", "exp_avg_sq")
+# What a group may have beside the options: names of parameters, and what a scheduler starts from.
+_BESIDE = ("params", "param_names", "initial_lr")
+# Options of PyTorch's own, which its groups have, and how those are that change nothing here.
+_THEIRS = {"amsgrad": False, "maximize": False, "foreach": None, "fused": None, "capturable": False}
+_THEIRS |= {"differentiable": False, "decoupled_weight_decay": True}
 
 
 def _rounded(x: float) -> float:
@@ -59,11 +64,12 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: as in ``torch.optim.AdamW``: parameters, or groups of them. A DTensor's shard is updated where it lies.
-        lr, betas, eps, weight_decay: as there; weight decay is decoupled.
+        lr, betas, eps, weight_decay: as there; weight decay is decoupled. Each rank steps with its own: they are not
+            compared between ranks.
 
     Raises:
         Error: a parameter that is not float32, bfloat16 or float16, a gradient of another shape or that is sparse,
-            options out of range.
+            options out of range, a group with a key that is none of these.
     """
 
     def __init__(
@@ -77,6 +83,15 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             _check_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``torch.optim``; a key that would have no effect is refused."""
+        for name, value in param_group.items():
+            if name in _THEIRS and bool(value) != bool(_THEIRS[name]):
+                fail(UNSUPPORTED, f"AdamW: {name} is {value}, want it left out: the formula has no such step")
+            if name not in (*_BESIDE, *_THEIRS, *self.defaults):
+                fail(INVALID_VALUE, f"AdamW: a group has {name}, want {', '.join(self.defaults)} alone")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

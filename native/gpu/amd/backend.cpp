@@ -41,6 +41,7 @@ constexpr uint64_t kAllOfLayerNorm = kAllOfNorm | kBias | kMean;
 constexpr uint64_t kLayerNormGradient = kAllOfGradient | kBiasGradient;
 constexpr uint64_t kAllOfSoftmax = kTwoStrides | kLogarithm | kColumn | kRowGradient;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kHeadRowsFeatures = kRowGradient | kSoftcap | kSlabs;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
 constexpr uint64_t kAllOfSampling = kTwoStrides | kFilters | kLogProbs;
@@ -156,6 +157,10 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .launches(softmax_backward_long),
 };
 
+constexpr Kernel<HeadRows> kHeadRows[] = {
+    Row("hip_head_rows", kUnscaledTypes, Arithmetic::ieee, kBuilt, kHeadRowsFeatures).launches(head_rows),
+};
+
 constexpr Kernel<Activation> kActivation[] = {
     Row("hip_activation", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfActivation).launches(activation),
 };
@@ -267,8 +272,8 @@ constexpr Backend hip() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
-             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kRotaryTable),
-             table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
+             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kHeadRows),
+             table(kRotaryTable), table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
              no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize));
   return backend;
 }

@@ -42,6 +42,7 @@ constexpr uint64_t kSoftmaxForward = kTwoStrides | kLogarithm | kColumn;
 constexpr uint64_t kAllOfSoftmax = kSoftmaxForward | kRowGradient;
 constexpr uint64_t kHeadOfSoftmax = kTwoStrides | kColumn | kRowGradient | kLogProbs | kSlabs;
 constexpr uint64_t kSoftmaxGradient = kTwoStrides | kLogarithm;
+constexpr uint64_t kHeadRowsFeatures = kRowGradient | kSoftcap | kSlabs;
 constexpr uint64_t kAllOfActivation = kTwoStrides | kGate;
 constexpr uint64_t kActivationGradient = kAllOfActivation | kRowGradient;
 constexpr uint64_t kAllOfSampling = kTwoStrides | kFilters | kLogProbs;
@@ -301,6 +302,10 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
         .launches(softmax_backward_staged),
     Row("cuda_softmax_backward_long", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kSoftmaxGradient)
         .launches(softmax_backward_long),
+};
+
+constexpr Kernel<HeadRows> kHeadRows[] = {
+    Row("cuda_head_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kHeadRowsFeatures).launches(head_rows),
 };
 
 // Masks, biases, sinks and softcaps are the general kernels'.
@@ -615,14 +620,15 @@ constexpr Backend cuda() {
   backend.reaches = gpu_reaches;
   backend.copy = gpu_copy;
   backend.forget = gpu_forget;
-  backend.tables = tables(
-      table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-      table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-      table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-      table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-      table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-      table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kRotaryTable), table(kRotary),
-      table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
+             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows),
+             table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward),
+             table(kCausalConv1dBackward), table(kRmsNormQuantize));
   return backend;
 }
 

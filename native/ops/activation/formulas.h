@@ -30,7 +30,7 @@ PYDET_HD float down_from(float x, float low) {
   return down < low ? low : down;
 }
 // e^x from here up to 0 is 2^-64 of a normal number; below, whatever it is multiplied with here rounds to 0.
-constexpr float kLowest = -112.0f;
+constexpr float kLowestLogistic = -112.0f;
 
 // The logistic function 1 / (1 + e^-t) at t = -down and, less than half, at t = down.
 struct Logistic {
@@ -117,13 +117,13 @@ template <ActivationKind kind> PYDET_HD Activated activated(float x) {
   using Kind = ActivationKind;
   const bool falls = x < 0.0f;
   if constexpr (kind == Kind::sigmoid) {
-    const Logistic l = logistic(down_from(x, kLowest));
+    const Logistic l = logistic(down_from(x, kLowestLogistic));
     return {logistic_value(x, l), logistic_slope(x, l, 1.0f)};
   } else if constexpr (kind == Kind::tanh) {
-    const Logistic l = logistic(2.0f * down_from(x, 0.5f * kLowest));
+    const Logistic l = logistic(2.0f * down_from(x, 0.5f * kLowestLogistic));
     return {tanh_value(x, l), logistic_slope(x, l, 4.0f)};
   } else if constexpr (kind == Kind::softplus) {
-    const Logistic l = logistic(down_from(x, kLowest));
+    const Logistic l = logistic(down_from(x, kLowestLogistic));
     return {(falls ? 0.0f : x) + log1p_f32(l.e), logistic_value(x, l)};
   } else if constexpr (kind == Kind::exp) {
     const float e = exp_f32(x);

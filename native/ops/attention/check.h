@@ -127,12 +127,6 @@ inline pydet_status keys_of_views(const AttentionViews &x, Attention *a) {
   return PYDET_OK;
 }
 
-// 0 by its bits, since a thread that reads subnormals as zeros takes one for none.
-inline pydet_status check_scale(const char *op, const char *name, float value, bool or_none) {
-  if ((or_none && bits_of(value) << 1 == 0) || (value >= 0x1p-100f && value <= 0x1p100f)) return PYDET_OK;
-  return fail(PYDET_INVALID_VALUE, "%s: %s is %g, want a number from 2^-100 to 2^100", op, name, double(value));
-}
-
 inline pydet_status check_window_side(const char *op, const char *name, int64_t keys) {
   if (keys >= kNoWindow && keys <= int64_t(1) << 40) return PYDET_OK;
   return fail(PYDET_INVALID_VALUE, "%s: options.%s is %" PRId64 ", want 0 to 2^40 keys, or -1 for any", op, name, keys);

@@ -1,7 +1,8 @@
 // The log-probability of a column under a linear layer, and its gradients, without the logits of all rows: chunks of rows
 // go through the products and the softmax of the other folders, over the workspace.
 //
-//   z = round(x w^T + bias),   log_prob = (z[index] - m) - log(s),   d = its gradient by z, in the place of z
+//   z = round(x w^T + bias),   log_prob = (z[index] - m) - log(s),   d = its gradient by z, in the place of z;
+//                              or what else is asked of a row, and its gradient (HeadRows)
 //   dx = d w;   dw = d^T x and dbias = 1^T d, continued from chunk to chunk
 //
 // Rows are independent, and the sums over rows are cut where a chain may be: so a chunk decides no bit. Where there would
@@ -132,6 +133,25 @@ Softmax rows_of(const LinearLogProb &p, const Room &room, Part part, SoftmaxKind
   return s;
 }
 
+// What is not softmax's own: all that is asked of rows, and its gradient, at once.
+HeadRows asked_of(const LinearLogProb &p, const Room &room, Part part) {
+  HeadRows h = {};
+  h.device = p.device, h.stream = p.stream;
+  h.rows = part.count, h.n = p.n;
+  h.backward = p.backward;
+  h.x = {room.logits, p.logits, 0, head_stride(p.n, p.logits), 0};
+  if (p.backward) h.y = {room.d, p.x.type, 0, head_stride(p.n, p.x.type), 0};
+  h.index = {static_cast<const char *>(p.index.data) + part.first * (p.index.wide ? 8 : 4), p.index.wide};
+  h.asked = p.asked;
+  const auto at = [&](const Vector &vector) {
+    return vector.data ? Vector{vector.data + 4 * part.first, vector.type} : Vector{};
+  };
+  h.log_prob = at(p.log_prob), h.dlog_prob = at(p.dlog_prob);
+  h.asked.entropy = at(p.asked.entropy), h.asked.lse = at(p.asked.lse), h.asked.mean = at(p.asked.mean);
+  if (h.asked.greedy) h.asked.greedy += 8 * part.first;
+  return h;
+}
+
 Softmax log_probs_of(const LinearLogProb &p, const Room &room, Part part) {
   return rows_of(p, room, part, SoftmaxKind::log_prob);
 }
@@ -172,6 +192,12 @@ Softmax slab_gradients_of(const LinearLogProb &p, const Room &room, Part) {
   s.slabs = {room.columns, room.columns * p.k * size_of(p.dw.type), room.logits};
   return s;
 }
+HeadRows slab_asked_of(const LinearLogProb &p, const Room &room, Part) {
+  HeadRows h = asked_of(p, room, {0, p.rows});
+  h.x = h.y = {p.dw.data, p.x.type, 0, room.columns, 0};
+  h.slabs = {room.columns, room.columns * p.k * size_of(p.dw.type), room.logits};
+  return h;
+}
 // In fp32, where it is not so itself, it is summed in the place of the last columns of dw.
 Matrix sums_of_dx(const LinearLogProb &p, const Room &room) {
   if (p.dx.type == Type::f32) return p.dx;
@@ -201,12 +227,16 @@ Gemm slab_dbias_of(const LinearLogProb &p, const Room &room, Part part) {
 
 // ---- The call ------------------------------------------------------------------------------------------------------
 
+template <class Problem> const char *forced_of(const LinearLogProb &p) {
+  return std::is_same_v<Problem, HeadRows> ? p.kernel : nullptr;
+}
+
 // One step, whose problem is off the stack when the next one runs.
 template <class Problem> using Step = Problem (*)(const LinearLogProb &, const Room &, Part);
 template <class Problem>
 __attribute__((noinline)) pydet_status run_step(const char *op, const LinearLogProb &p, const Room &room, Part part,
                                                 Step<Problem> step) {
-  return launch(op, step(p, room, part), nullptr);
+  return launch(op, step(p, room, part), forced_of<Problem>(p));
 }
 // Whether there is a kernel for a step, before the first one is enqueued.
 template <class Problem>
@@ -214,7 +244,7 @@ __attribute__((noinline)) pydet_status has_kernel(const char *op, const LinearLo
                                                   Step<Problem> step) {
   Choice choice;
   const Kernel<Problem> *row = nullptr;
-  return find(op, step(p, room, part), nullptr, &row, &choice);
+  return find(op, step(p, room, part), forced_of<Problem>(p), &row, &choice);
 }
 
 __attribute__((noinline)) pydet_status narrow(const LinearLogProb &p, const Room &room, Part part) {
@@ -230,9 +260,13 @@ template <class F, class G>
 pydet_status each_step(const LinearLogProb &p, bool both, Part part, const F &take, const G &narrow) {
   if (part.count > 0) {
     PYDET_TRY(take(logits_of));
-    if (p.log_prob.data && !both) PYDET_TRY(take(log_probs_of));
-    if (p.backward) PYDET_TRY(take(gradients_of));
-    if (head_narrows(p)) PYDET_TRY(narrow());
+    if (!head_is_plain(p)) {
+      PYDET_TRY(take(asked_of));
+    } else {
+      if (p.log_prob.data && !both) PYDET_TRY(take(log_probs_of));
+      if (p.backward) PYDET_TRY(take(gradients_of));
+      if (head_narrows(p)) PYDET_TRY(narrow());
+    }
     if (p.dx.data) PYDET_TRY(take(dx_of));
   }
   if (p.dw.data) PYDET_TRY(take(dw_of));
@@ -266,7 +300,7 @@ Room room_of_slabs(const LinearLogProb &p) {
   if (p.dbias.data) room.ones = room.logits + p.rows * slabs.columns * size_of(p.x.type);
   room.columns = slabs.columns;
   room.both = p.log_prob.data;
-  return has_softmax(p, room, {}, slab_gradients_of) ? room : Room{};
+  return !head_is_plain(p) || has_softmax(p, room, {}, slab_gradients_of) ? room : Room{};
 }
 // The same with room for products in so many bytes, if these are enough.
 Room with_products(Room room, char *begin, uint64_t bytes, uint64_t wanted) {
@@ -291,10 +325,11 @@ pydet_status run_slabs(const char *op, const LinearLogProb &p, const Room &begun
     if (p.dbias.data) PYDET_TRY(has_kernel(op, p, after, slab(first), slab_dbias_of));
     PYDET_TRY(has_kernel(op, p, after, slab(first), slab_dw_of));
   }
+  if (!head_is_plain(p)) PYDET_TRY(has_kernel(op, p, room, {}, slab_asked_of));
   PYDET_TRY(make_ones(op, p, room, {0, p.rows}));
   for (int64_t first = 0; first <= last; first += room.columns)
     PYDET_TRY(run_step(op, p, room, slab(first), slab_logits_of));
-  PYDET_TRY(run_step(op, p, room, {}, slab_gradients_of));
+  PYDET_TRY(head_is_plain(p) ? run_step(op, p, room, {}, slab_gradients_of) : run_step(op, p, room, {}, slab_asked_of));
   if (p.dx.data) {
     for (int64_t first = 0; first <= last; first += room.columns)
       PYDET_TRY(run_step(op, p, room, slab(first), slab_dx_of));
@@ -321,7 +356,7 @@ pydet_status run(const char *op, const LinearLogProb &p) {
   Room room = room_of(p, chunks);
   PYDET_TRY(check_reach(op, *backend_for(p.device.type), p));
   const Part first = {0, chunks.rows};
-  if (p.backward && p.log_prob.data && first.count > 0) {
+  if (p.backward && p.log_prob.data && first.count > 0 && head_is_plain(p)) {
     room.both = true;
     room.both = has_softmax(p, room, first, gradients_of);
   }
@@ -347,6 +382,27 @@ pydet_status read_of_rows(const View &x, const char *name, const pydet_tensor *t
   return PYDET_OK;
 }
 
+// What is asked of rows beside log_prob: results, or the gradients by them.
+struct AskedViews {
+  View entropy, lse, mean, greedy;
+};
+pydet_status read_asked(const View &x, const pydet_linear_log_prob_options &options, AskedViews *views,
+                        HeadAsked *asked) {
+  PYDET_TRY(check_scale(x.op, "softcap", options.softcap, true));
+  PYDET_TRY(check_scale(x.op, "temperature", options.temperature, true));
+  asked->softcap = options.softcap;
+  asked->temperature = options.temperature == 1.0f ? 0.0f : options.temperature;
+  if (options.entropy) PYDET_TRY(read_of_rows(x, "entropy", options.entropy, &views->entropy, &asked->entropy));
+  if (options.lse) PYDET_TRY(read_of_rows(x, "lse", options.lse, &views->lse, &asked->lse));
+  if (options.mean) PYDET_TRY(read_of_rows(x, "mean", options.mean, &views->mean, &asked->mean));
+  if (!options.greedy) return PYDET_OK;
+  WholeNumbers numbers = {};
+  PYDET_TRY(whole_numbers(x, "greedy", options.greedy, x.shape, x.ndim - 1, false, &numbers));
+  views->greedy = numbers.words;
+  asked->greedy = numbers.words.data;
+  return PYDET_OK;
+}
+
 // A sum over rows, [N, K] or [N].
 pydet_status read_sum(const View &like, const char *name, const pydet_tensor *tensor, int ndim, bool accumulate,
                       View *sum) {
@@ -359,30 +415,48 @@ pydet_status read_sum(const View &like, const char *name, const pydet_tensor *te
   return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", like.op, name, type_name(sum->type));
 }
 
+// Whether all operands, and the workspace, lie apart from what is written.
+template <int inputs_count, int outputs_count>
+pydet_status apart(const View *(&inputs)[inputs_count], const View *(&outputs)[outputs_count],
+                   const pydet_linear_log_prob_options &options) {
+  for (const View *output : outputs) {
+    if (!output->present()) continue;
+    const View *one[] = {output};
+    PYDET_TRY(outputs_apart(inputs, one));
+    for (const View *other : outputs)
+      if (other != output) PYDET_TRY(disjoint(*output, *other));
+  }
+  for (const View *view : inputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
+  for (const View *view : outputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
+  return PYDET_OK;
+}
+
 __attribute__((noinline)) pydet_status read_forward(const char *op, void *stream, const pydet_tensor *x_tensor,
                                                     const pydet_tensor *w_tensor, const pydet_tensor *bias_tensor,
                                                     const pydet_tensor *index_tensor,
                                                     const pydet_tensor *log_prob_tensor,
                                                     const pydet_linear_log_prob_options &options, LinearLogProb *p) {
   HeadViews views = {};
+  AskedViews asked = {};
   View given, log_prob;  // x as it was given: its leading dimensions are those of the result
   PYDET_TRY(read(op, "x", kFactor, x_tensor, 1, &given));
   PYDET_TRY(read_head(op, stream, x_tensor, w_tensor, bias_tensor, index_tensor, options, &views, p));
   PYDET_TRY(logits_of(op, options.logits, p->x.type, &p->logits));
   PYDET_TRY(read_of_rows(given, "log_prob", log_prob_tensor, &log_prob, &p->log_prob));
-  const View *inputs[] = {&given, &views.w, &views.bias, &views.index}, *outputs[] = {&log_prob};
-  PYDET_TRY(outputs_apart(inputs, outputs));
-  for (const View *view : {&given, &views.w, &views.bias, &views.index, &log_prob})
-    PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  return PYDET_OK;
+  PYDET_TRY(read_asked(given, options, &asked, &p->asked));
+  const View *inputs[] = {&given, &views.w, &views.bias, &views.index},
+             *outputs[] = {&log_prob, &asked.entropy, &asked.lse, &asked.mean, &asked.greedy};
+  return apart(inputs, outputs, options);
 }
 
 __attribute__((noinline)) pydet_status read_backward(const char *op, void *stream,
                                                      const pydet_tensor *const (&tensors)[9],
                                                      const pydet_linear_log_prob_options &options, LinearLogProb *p) {
   HeadViews views = {};
+  AskedViews asked = {};
   View given, dlog_prob, log_prob = {}, dx, dw, dbias;
   PYDET_TRY(check_flag(op, "accumulate", options.accumulate));
+  if (options.greedy) return fail(PYDET_INVALID_VALUE, "%s: greedy is given, want NULL: it has no gradient", op);
   PYDET_TRY(read(op, "x", kFactor, tensors[1], 1, &given));
   PYDET_TRY(read_head(op, stream, tensors[1], tensors[2], tensors[3], tensors[4], options, &views, p));
   PYDET_TRY(logits_of(op, options.logits, p->x.type, &p->logits));
@@ -396,17 +470,11 @@ __attribute__((noinline)) pydet_status read_backward(const char *op, void *strea
   }
   PYDET_TRY(read_sum(views.w, "dw", tensors[7], 2, options.accumulate != 0, &dw));
   PYDET_TRY(read_sum(views.w, "dbias", tensors[8], 1, options.accumulate != 0, &dbias));
-  const View *inputs[] = {&given, &views.w, &views.bias, &views.index, &dlog_prob},
+  PYDET_TRY(read_asked(given, options, &asked, &p->asked));
+  const View *inputs[] = {&given,     &views.w,       &views.bias, &views.index,
+                          &dlog_prob, &asked.entropy, &asked.lse,  &asked.mean},
              *outputs[] = {&log_prob, &dx, &dw, &dbias};
-  for (const View *output : outputs) {
-    if (!output->present()) continue;
-    const View *one[] = {output};
-    PYDET_TRY(outputs_apart(inputs, one));
-    for (const View *other : outputs)
-      if (other != output) PYDET_TRY(disjoint(*output, *other));
-  }
-  for (const View *view : inputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  for (const View *view : outputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
+  PYDET_TRY(apart(inputs, outputs, options));
   PYDET_TRY(one_matrix(&dx));
   if (dx.present()) PYDET_TRY(matrix_of(dx, &p->dx));
   if (dw.present()) PYDET_TRY(matrix_of(dw, &p->dw));

@@ -64,18 +64,19 @@ pydet_status read_head(const char *op, void *stream, const pydet_tensor *x_tenso
   p->n = w.rows();
   p->k = x.cols();
   p->k_chunk = options.k_chunk;
+  p->kernel = options.kernel;
   p->workspace = options.workspace;
   p->workspace_size = options.workspace_size;
   return PYDET_OK;
 }
 
-// The type that logits are rounded to: x's where none is asked for. Backward's are x's or fp32.
+// The type that logits are rounded to: x's where none is asked for.
 inline pydet_status logits_of(const char *op, pydet_dtype asked, Type of_x, Type *logits) {
   *logits = of_x;
   if (asked.bits == 0 && asked.code == 0 && asked.lanes == 0) return PYDET_OK;
-  if (type_of(asked, logits) && (*logits == of_x || *logits == Type::f32)) return PYDET_OK;
-  return fail(PYDET_INVALID_DTYPE, "%s: options.logits is %s, want %s%s", op, dtype_text(asked).text, type_name(of_x),
-              of_x == Type::f32 ? " as x is" : " as x is, or float32");
+  if (type_of(asked, logits) && (kUnscaledTypes & bit(*logits))) return PYDET_OK;
+  return fail(PYDET_INVALID_DTYPE, "%s: options.logits is %s, want float32, bfloat16 or float16", op,
+              dtype_text(asked).text);
 }
 
 // ---- Chunks ------------------------------------------------------------------------------------------------------
@@ -89,6 +90,11 @@ constexpr int64_t kHeadTile = 128;                 // rows that the kernels like
 inline int64_t head_stride(int64_t n, Type type) {
   const int64_t unit = 16 / size_of(type);
   return divide_up(n, unit) * unit;
+}
+
+// Whether softmax's own kernels make all that is asked.
+inline bool head_is_plain(const LinearLogProb &p) {
+  return !p.kernel && !p.asked.scales() && !p.asked.more() && (p.logits == p.x.type || p.logits == Type::f32);
 }
 
 inline bool head_narrows(const LinearLogProb &p) { return p.backward && p.logits != p.x.type; }

@@ -12,8 +12,33 @@ pydet_linear_log_prob_options head_options(Call &call) {
   options.arithmetic = call.number("arithmetic");
   options.k_chunk = call.integer("k_chunk");
   if (call.flag("wide_logits")) options.logits = {PYDET_FLOAT, 32, 1};
+  options.softcap = call.real_or_none("softcap");
+  options.temperature = call.real_or_none("temperature");
   return options;
 }
+
+// What else is asked of rows: buffers from the i-th on, those that has_entropy, has_lse and has_mean say.
+struct Asked {
+  pydet_tensor tensors[3];
+  Shape shapes[3];
+
+  template <class Buffer>
+  int64_t read(Call &call, const pydet_xla_buffer &rows, int64_t i, const Buffer &buffer,
+               pydet_linear_log_prob_options *options) {
+    const struct {
+      const char *name, *flag;
+      const pydet_tensor **option;
+    } all[] = {{"entropy", "has_entropy", &options->entropy},
+               {"lse", "has_lse", &options->lse},
+               {"mean", "has_mean", &options->mean}};
+    for (int n = 0; n < 3; ++n) {
+      if (!call.flag(all[n].flag)) continue;
+      tensors[n] = as_values(call, all[n].name, buffer(i++), rows, &shapes[n]);
+      *all[n].option = &tensors[n];
+    }
+    return i;
+  }
+};
 
 pydet_tensor of_columns(Call &call, const char *name, const pydet_xla_buffer &buffer, const pydet_xla_buffer &w,
                         Shape *shape) {
@@ -31,8 +56,8 @@ pydet_tensor as_weight(Call &call, const char *name, const pydet_xla_buffer &buf
   return call.tensor(buffer, shape, 2);
 }
 
-// Operands: x, w, index, a bias if has_bias; log_prob, and a workspace of bytes. wide_logits: rounded to fp32, not to the
-// type of x.
+// Operands: x, w, index, a bias if has_bias; log_prob, what else is asked, and a workspace of bytes. wide_logits: rounded to
+// fp32, not to the type of x.
 void linear_log_prob(Call &call) {
   const bool has_bias = call.flag("has_bias");
   pydet_linear_log_prob_options options = head_options(call);
@@ -43,13 +68,17 @@ void linear_log_prob(Call &call) {
                      log_prob = as_values(call, "log_prob", call.result(0), rows, &s[3]);
   pydet_tensor bias = {};
   if (has_bias) bias = of_columns(call, "bias", call.argument(3), weight, &s[4]);
-  give_workspace(call, call.result(1), &options);
+  Asked asked;
+  const int64_t last =
+      asked.read(call, rows, 1, [&](int64_t i) -> const pydet_xla_buffer & { return call.result(i); }, &options);
+  give_workspace(call, call.result(last), &options);
   void *stream = call.stream();
   if (!call.failed())
     call.check(pydet_linear_log_prob(stream, &x, &w, has_bias ? &bias : nullptr, &index, &log_prob, &options));
 }
 
-// Operands: dlog_prob, x, w, index, a bias if has_bias; dx, dw, dbias if has_bias, and a workspace of bytes.
+// Operands: dlog_prob, x, w, index, a bias if has_bias, the gradients by what else is asked; dx, dw, dbias if has_bias, and a
+// workspace of bytes.
 void linear_log_prob_backward(Call &call) {
   const bool has_bias = call.flag("has_bias");
   pydet_linear_log_prob_options options = head_options(call);
@@ -64,6 +93,9 @@ void linear_log_prob_backward(Call &call) {
     bias = of_columns(call, "bias", call.argument(4), weight, &s[6]);
     dbias = of_columns(call, "dbias", call.result(2), weight, &s[7]);
   }
+  Asked asked;
+  asked.read(
+      call, rows, 4 + has_bias, [&](int64_t i) -> const pydet_xla_buffer & { return call.argument(i); }, &options);
   give_workspace(call, call.result(2 + has_bias), &options);
   void *stream = call.stream();
   if (!call.failed())

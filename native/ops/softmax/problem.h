@@ -35,8 +35,8 @@ struct Softmax {
   }
 };
 
-// The slab c of row r, from the slab's first column on.
-PYDET_HD char *slab_row(const Softmax &p, int64_t c, int64_t r) {
+// The slab c of row r of p.x, from the slab's first column on.
+template <class Problem> PYDET_HD char *slab_row(const Problem &p, int64_t c, int64_t r) {
   char *const slab = c == 0 ? p.slabs.first : p.x.data + (c - 1) * p.slabs.bytes;
   return slab + r * p.slabs.columns * size_of(p.x.type);
 }

@@ -21,7 +21,7 @@ import pydet
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import Arithmetic, fold
 from pydet.ops.attention import Window
-from pydet.torch.distributed.exchange import Group, Tensor, gather, peer, together
+from pydet.torch.distributed.exchange import Group, Tensor, gather, member, peer, together
 from pydet.torch.ops.attention import adjacent, padded
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
@@ -56,7 +56,8 @@ def shard_context(x: Tensor, *, dim: int = 1, group: Group = None, layout: Layou
         Error: a number of tokens that the chunks do not divide.
     """
     check_layout("shard_context", layout)
-    owners, rank = owners_of(dist.get_world_size(group), layout), dist.get_rank(group)
+    rank = member("shard_context", dist.get_rank(group))
+    owners = owners_of(dist.get_world_size(group), layout)
     if x.shape[dim] % len(owners):
         got = x.shape[dim]
         fail(constants.PYDET_INVALID_SHAPE, f"shard_context: x has {got} tokens, want a multiple of {len(owners)}")
@@ -337,9 +338,12 @@ def context_parallel_attention(
     differentiable = torch.is_grad_enabled() and needs
     at_once = key_heads_at_once
     if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
-        fail(INVALID_VALUE, f"{_OP}: key_heads_at_once is {at_once!r}, want a number from 1 up, or None for all")
+        said = f"{_OP}: key_heads_at_once is {at_once!r}, want a number from 1 up, or None for all"
+        together(_OP, group, q.device, lambda: fail(INVALID_VALUE, said))  # which tells the others
     heads = k.shape[1] if k.dim() == 4 else 0
-    if at_once is None or at_once >= heads or q.dim() != 4 or v.dim() != 4 or q.shape[1] % heads:
+    by_turns = at_once is not None and at_once < heads and q.dim() == v.dim() == 4
+    by_turns = by_turns and v.shape[1] == heads and q.shape[1] % heads == 0
+    if not by_turns or at_once is None or (sinks is not None and sinks.shape != q.shape[1:2]):
         y: Tensor = _Attention.apply(q, k, v, sinks, how, group, differentiable)
         return y
     members = at_once * (q.shape[1] // heads)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
+from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import Arithmetic
 from pydet.torch.attention import check_dropout, check_options
-from pydet.torch.distributed.context import Layout, check_layout, context_parallel_attention
-from pydet.torch.distributed.exchange import Group, Tensor
+from pydet.torch.distributed.context import Layout, check_layout, context_parallel_attention, owners_of
+from pydet.torch.distributed.exchange import Group, Tensor, together
 from pydet.torch.distributed.rows import rms_norm
+from pydet.torch.distributed.symmetric import capturing
 from pydet.torch.distributed.tokens import SEGMENTS, context_parallel_embedding, context_parallel_linear, layer_norm
 from pydet.torch.modules import Conv1D, Embedding, LayerNorm, Linear, RMSNorm, is_copying_embedding
 
@@ -176,6 +179,67 @@ def _no_mask(*arguments: Any, attention_mask: Tensor | None = None, **options: A
         fail(UNSUPPORTED, f"{_OP}: tokens are masked, want sequences of one length, without padding")
 
 
+# ---- What a model is given -------------------------------------------------------------------------------------------
+
+
+def _own_places(where: Where, count: int, device: torch.device) -> Tensor:
+    """``[count]``: where this rank's tokens stand in their sequence."""
+    world, rank = dist.get_world_size(where.group), dist.get_rank(where.group)
+    owners = owners_of(world, where.layout)
+    chunks = torch.arange(count * world, device=device).chunk(len(owners))
+    return torch.cat([chunk for chunk, owner in zip(chunks, owners, strict=True) if owner == rank])
+
+
+def _check_given(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Before a model's forward on several ranks: puts the places of this rank's tokens in, and refuses what would be
+    of these tokens alone."""
+    where, parameters = model.pydet_context, inspect.signature(model.forward).parameters
+    if dist.get_world_size(where.group) == 1:
+        return None
+    named = dict(zip(parameters, arguments, strict=False)) | options
+    ids = named.get("input_ids")
+    given = ids if ids is not None else named.get("inputs_embeds")
+
+    def terms() -> tuple[Any, ...]:
+        if not isinstance(given, Tensor) or given.dim() < 2:
+            fail(
+                constants.PYDET_INVALID_SHAPE, f"{_OP}: want input_ids or inputs_embeds, [B, tokens, ...] of this rank"
+            )
+        if getattr(getattr(model, "config", None), "_attn_implementation", None) != ATTENTION:
+            fail(UNSUPPORTED, f"{_OP}: the model's attention was changed after the call, want it left as it is")
+        if named.get("labels") is not None:
+            fail(
+                UNSUPPORTED,
+                f"{_OP}: labels are given, and a model shifts them inside of each rank's tokens; want none, and the "
+                "loss of this rank's tokens from its logits, with labels that are shifted before shard_context()",
+            )
+        mask = named.get("attention_mask")
+        if isinstance(mask, Tensor) and not bool(mask.all()):
+            fail(UNSUPPORTED, f"{_OP}: tokens are masked, want sequences of one length, without padding")
+        count: int = given.shape[1]
+        places: Any = named.get("position_ids")
+        if count % (len(owners_of(2, where.layout)) // 2):
+            fail(constants.PYDET_INVALID_SHAPE, f"{_OP}: {count} tokens on a rank, want an even number in zigzag")
+        own = _own_places(where, count, given.device).expand(given.shape[0], -1)
+        seen = places is not None and not capturing()
+        if seen and (places.shape[-1] != count or not bool((places == own[0]).all())):
+            fail(
+                UNSUPPORTED,
+                f"{_OP}: position_ids are not the places of this rank's tokens, counted from 0 in one sequence that is "
+                f"{where.layout}; want shard_context() of them, and no packed sequences",
+            )
+        return own, f"{count} tokens", where.layout
+
+    device = given.device if isinstance(given, Tensor) else next(model.parameters()).device
+    own = together(_OP, where.group, device, terms)[0]
+    if named.get("position_ids") is not None or "position_ids" not in parameters:
+        return None
+    at = list(parameters).index("position_ids")
+    if at < len(arguments):  # None, by its place
+        return (*arguments[:at], own, *arguments[at + 1 :]), options
+    return arguments, options | {"position_ids": own}
+
+
 def _register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -198,7 +262,7 @@ def context_parallel(
     A converted model's linear layers, norms and embeddings become those of this module, and the attention of a model of
     Transformers :func:`context_parallel_attention`. Results of a token, and the gradients of the weights, whole on
     every rank, have the same bits for every number of ranks and either layout. Give it this rank's tokens and their
-    places, for each row::
+    places, for each row (a model of Transformers makes the places itself, where it is given none)::
 
         where = {"group": group, "layout": "zigzag"}
         ids = shard_context(tokens, **where)
@@ -216,7 +280,10 @@ def context_parallel(
 
     Raises:
         Error: trained parameters that are not in a linear layer, norm or embedding of pydet's, ``k_chunk``, or
-            ``accumulate_gradients``; then nothing is changed. In forward, masks, padding and dropout.
+            ``accumulate_gradients``; then nothing is changed. In forward, masks, padding and dropout; of a model of
+            Transformers on several ranks, on all of them: ``labels``, which it would shift inside of each rank's
+            tokens, and ``position_ids`` that are not those of one sequence in this layout (packed ones; a graph that
+            is captured does not look). Without ``position_ids`` it has those of this rank's tokens.
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"{_OP}: model is {type(model).__qualname__}, want a torch.nn.Module")
@@ -228,6 +295,8 @@ def context_parallel(
     if of_transformers:
         _register_attention()
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        if _check_given not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_check_given, with_kwargs=True)
     for module in model.modules():
         taking_part: Any = module
         if type(module) in _KINDS:

@@ -53,18 +53,40 @@ STREAM_ELEMENTS, _STREAM_BIAS = 1 << 22, 1 << 16
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 
-_WORDS = 480  # bytes of a rank's word to the others: a flag and a sentence
+_DIGEST = 32  # bytes: sha256
+_WORDS = 480  # bytes of a rank's word to the others: a flag, the digest of all of it, and what is shown: its beginning
 _agreed: dict[Any, set[bytes]] = {}  # by group, on GPUs: what its ranks agreed on
 
 
-def together(op: str, group: Group, device: torch.device, terms: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+def member(op: str, rank: int) -> int:
+    """The number of this process in a group; a process that is not in it is refused, which nobody waits for."""
+    if rank < 0:
+        fail(INVALID_VALUE, f"{op}: this process is not in the group, want the call on the group's own ranks alone")
+    return rank
+
+
+def together(
+    op: str,
+    group: Group,
+    device: torch.device,
+    terms: Callable[[], tuple[Any, ...]],
+    *,
+    always: bool = False,
+    known_as: str = "",
+) -> tuple[Any, ...]:
     """Calls terms(), which checks and computes what this rank can alone, and hears how the others fared.
 
     Every rank tells the others its terms (after the first, which is the rank's own result), or the sentence of its
-    refusal; so either all ranks go on to the exchange or all raise, and none waits for one that left. On the CPU it is
+    refusal; so either all ranks go on to the exchange or all raise, and none waits for one that left. Terms may be of
+    any length: what is compared is their digest, and what a sentence shows is their beginning. On the CPU it is
     asked at every call; on a GPU, where an answer takes a wait for the device, at the first call with these terms.
     After that, ranks with memory of each other compare the terms of each fold on their GPUs (:class:`Peers`).
+
+    always: on a GPU too, of a call that waits for the device anyway.
+    known_as: a name for the terms, part of them. On a GPU a problem of terms that are known by it is raised at once:
+        the others go on without listening.
     """
+    rank = member(op, dist.get_rank(group))
     peers = peers_of(group, device)
     if peers is not None:
         peers.begin(op)
@@ -73,13 +95,16 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
     try:
         found = terms()
         word = f"PYDET_NUMERICS {NUMERICS}, {', '.join(map(str, found[1:]))}"
-    except (Error, ValueError, TypeError, RuntimeError) as caught:
-        problem, word = caught, str(caught)
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    except Exception as caught:  # of whatever kind: the others wait to hear of it
+        problem, word = caught, str(caught) or repr(caught)
+    world = dist.get_world_size(group)
     key = hashlib.sha256(f"{op} {word}".encode()).digest()
     known = _agreed.setdefault(group if group is not None else dist.group.WORLD, set())
     on_gpu = device.type != "cpu" or peers is not None
-    if world > 1 and (problem or not on_gpu or key not in known):
+    name = f"{op} as {known_as}".encode() if known_as else b""
+    if problem is not None and on_gpu and name in known:
+        raise problem
+    if world > 1 and (problem is not None or not on_gpu or always or key not in known):
         if on_gpu and capturing():
             if problem is not None:
                 raise problem
@@ -89,19 +114,20 @@ def together(op: str, group: Group, device: torch.device, terms: Callable[[], tu
                 peers.ask(op)
             except Error as disagreement:
                 raise problem or disagreement from None
-        words = _tell_all(group, device, problem is not None, word)
-        refused = [(r, text) for r, (bad, text) in enumerate(words) if bad and r != rank]
+        words = _tell_all(group, device, problem is not None, key, f"{op}: {word}" if problem is None else word)
+        refused = [(r, text) for r, (bad, _, text) in enumerate(words) if bad and r != rank]
         if problem is None and refused:
             fail(INVALID_VALUE, f"{op}: rank {refused[0][0]} refused: {refused[0][1]}")
         if problem is None:
-            other = next((r for r, (_, text) in enumerate(words) if text != words[rank][1]), None)
+            other = next((r for r, (_, digest, _) in enumerate(words) if digest != key), None)
             if other is not None:
-                mine, theirs = words[rank][1], words[other][1]
+                mine, theirs = (words[r][2].removeprefix(f"{op}: ") for r in (rank, other))
+                theirs = "the same so far, and other terms behind it" if mine == theirs else theirs
                 fail(INVALID_VALUE, f"{op}: the ranks do not agree: rank {rank} has {mine}; rank {other} has {theirs}")
     if problem is not None:
         raise problem
     if on_gpu:
-        known.add(key)
+        known.update((key, name) if name else (key,))
     if peers is not None:
         peers.means(key, f"{op}: {word}")
     return found
@@ -129,12 +155,16 @@ def check_exchanges(device: torch.device | None = None, *, group: Group = None) 
             peers.check("check_exchanges")
 
 
-def _tell_all(group: Group, device: torch.device, bad: bool, text: str) -> list[tuple[bool, str]]:
-    mine = text.encode()[: _WORDS - 1].ljust(_WORDS - 1, b"\0")
-    word = torch.tensor(list(bytes([bad]) + mine), dtype=torch.uint8, device=device)
+def _tell_all(group: Group, device: torch.device, bad: bool, digest: bytes, text: str) -> list[tuple[bool, bytes, str]]:
+    room, said = _WORDS - 1 - _DIGEST, text.encode()
+    if len(said) > room:
+        said = said[: room - 4] + b" ..."
+    word = torch.tensor(list(bytes([bad]) + digest + said.ljust(room, b"\0")), dtype=torch.uint8, device=device)
     everyone = gather(word, group).cpu()
     rows = [bytes(row.tolist()) for row in everyone]
-    return [(bool(row[0]), row[1:].rstrip(b"\0").decode(errors="replace")) for row in rows]
+    return [
+        (bool(row[0]), row[1 : 1 + _DIGEST], row[1 + _DIGEST :].rstrip(b"\0").decode(errors="replace")) for row in rows
+    ]
 
 
 # ---- Small things ----------------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def expert_parallel(
         ``[T, ...]``, of the type of x.
 
     Raises:
-        Error: on every rank, where one has other extents or types, or refuses.
+        Error: on every rank, where one has other extents or types, or refuses, or its ``experts`` raise; on GPUs of the
+            latter at the first call, later on that rank alone, and the others wait for the group's time limit.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
 
@@ -83,7 +84,8 @@ def expert_parallel(
         if index.dtype != torch.int64:
             fail(INVALID_DTYPE, f"{_OP}: index is {index.dtype}, want int64")
         each = shared(num_experts, world, _OP, "num_experts")
-        return each, f"rows of {x.shape[1]}", x.dtype, f"{index.shape[1]} slots, {num_experts} experts"
+        words = f"{index.shape[1]} slots, {num_experts} experts", f"weights {weights.dtype}"
+        return each, f"rows of {x.shape[1]}", x.dtype, *words
 
     each = together(_OP, group, x.device, terms)[0]
     # Those of no expert, negative or too large, come last, and are sent nowhere.
@@ -103,7 +105,17 @@ def expert_parallel(
     ends = mine.sum(0).cumsum(0).to(torch.int32)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=x.device)
-    made = experts(FromExperts.apply(got, back, order), ends)
+    given = FromExperts.apply(got, back, order)
+
+    def results_of() -> tuple[Any, ...]:
+        results = experts(given, ends)
+        if not isinstance(results, Tensor) or not results.dim() or len(results) != len(given):
+            got = tuple(results.shape) if isinstance(results, Tensor) else type(results).__qualname__
+            fail(constants.PYDET_INVALID_SHAPE, f"{_OP}: experts gave {got}, want a tensor of {len(given)} rows")
+        return results, f"results of {tuple(results.shape[1:])}", results.dtype, asked
+
+    asked = f"from rows of {x.shape[1]} in {x.dtype} by {num_experts} experts"
+    made = together(_OP, group, x.device, results_of, known_as=asked)[0]
     results = _Exchange.apply(FromExperts.apply(made, order, back), receive, send, group)
     if sent < total:
         results = torch.cat([results, results.new_zeros(total - sent, *results.shape[1:])])

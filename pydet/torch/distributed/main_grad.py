@@ -34,19 +34,26 @@ class OrderedMainGrads:
     ``grad``, summed in float32 and rounded once, which is then what ``grad`` holds.
 
     Args:
-        parameters: the same on every rank, in the same order: trained parameters of a model.
+        parameters: those of a model, the same on every rank, in the same order, or ``model.named_parameters()``. Those
+            that are not trained are left out. Ranks compare the shape, type, ``requires_grad`` and ``main_grad`` of
+            each in its place, and its name where names are given. Without names they do not see two of the same shape
+            and type that have changed places.
         group: the ranks that share the data, the default group if None.
 
     Raises:
         Error: parameters that are DTensors, which their own reduction sums, or that are on several devices.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, group: Group = None) -> None:
+    def __init__(self, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], *, group: Group = None) -> None:
         op = "OrderedMainGrads"
         self.group, self.rounds = group, 0
-        self.parameters: list[Any] = [p for p in parameters if p.requires_grad]
+        given: list[tuple[str, Any]] = [x if isinstance(x, tuple) else ("", x) for x in parameters]
+        self.parameters: list[Any] = [p for _, p in given if p.requires_grad]
         if not self.parameters:
             fail(INVALID_VALUE, f"{op}: there is no parameter that is trained")
+        self.layout = "; ".join(
+            f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' not trained'}".strip() for name, p in given
+        )
         for number, p in enumerate(self.parameters):
             if "DTensor" in repr(type(p)):
                 fail(
@@ -77,9 +84,9 @@ class OrderedMainGrads:
                         constants.PYDET_INVALID_DTYPE,
                         f"{op}: main_grad of parameter {number} is {got}, want torch.float32 {tuple(p.shape)}",
                     )
-            counts = [sum(p.numel() for p in bucket) for bucket in self.buckets]
-            with_main = sum(getattr(p, "main_grad", None) is not None for p in self.parameters)
-            return None, f"{counts} elements, {with_main} main_grads, round {self.rounds + 1}"
+            with_main = [getattr(p, "main_grad", None) is not None for p in self.parameters]
+            places = "".join(str(int(x)) for x in with_main)
+            return None, f"round {self.rounds + 1}", f"{sum(with_main)} main_grads", f"of {self.layout}", places
 
         together(op, self.group, first.device, terms)
         for i, bucket in enumerate(self.buckets):
@@ -103,15 +110,27 @@ class OrderedMainGrads:
         return flat
 
     def finish(self) -> None:
-        """After the last segment: the whole sum in ``main_grad``, or in ``grad`` where there is none, on every rank."""
+        """After the last segment: the whole sum in ``main_grad``, or in ``grad`` where there is none, on every rank.
+
+        Raises:
+            Error: on every rank, where one has added nothing, or has a gradient that is not added, which stays.
+        """
         op = "OrderedMainGrads.finish"
 
         def terms() -> tuple[Any, ...]:
             if not self.rounds:
                 fail(INVALID_VALUE, f"{op}: nothing was added since the last one; want add() after each segment")
+            left = [(i, g.any()) for i, g in enumerate(map(own_gradient, self.parameters)) if g is not None]
+            if left and bool(torch.stack([some for _, some in left]).any()):
+                first = next(i for i, some in left if bool(some))
+                fail(
+                    INVALID_VALUE,
+                    f"{op}: parameter {first} has a gradient that was not added, which would be lost; want add() after "
+                    "it, or zeros in its place",
+                )
             return None, f"{self.rounds} rounds"
 
-        together(op, self.group, self.parameters[0].device, terms)
+        together(op, self.group, self.parameters[0].device, terms, always=True)
         for bucket, shard in zip(self.buckets, self.shards, strict=True):
             flat = gather(shard, self.group).view(-1)
             sums = flat[: sum(p.numel() for p in bucket)].split([p.numel() for p in bucket])

@@ -6,13 +6,15 @@ for every number of ranks that divides the number of micro-batches: that of one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pydet._native import INVALID_VALUE, constants, fail
+from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import gemm
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
 from pydet.torch.optimizer import exact_sqrt, own_gradient
@@ -64,7 +66,7 @@ def ordered_hook(state: OrderedState, bucket: Any) -> torch.futures.Future[Tenso
                 f"{op}: DDP changed its buckets in the middle of a sum of {state.rounds} rounds, as it does after its "
                 "first backward pass: throw that pass away, with state.reset() and zero_grad()",
             )
-        return None, f"bucket {index} of {layout}, round {done + 1} of {state.rounds}"
+        return None, f"round {done + 1} of {state.rounds}, bucket {index} of {layout}"
 
     together(op, group, flat.device, terms)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
@@ -93,14 +95,23 @@ class OrderedReduceScatter:
     With ``set_gradient_divide_factor(1.0)``, ``set_force_sum_reduction_for_comms(True)`` and a ``reduce_dtype`` of
     float32 (``MixedPrecisionPolicy``). Rounds before the last give zeros, so that FSDP's own sum of them is exact.
 
+    On a mesh of one dimension alone: on one of two (HSDP) PyTorch all-reduces the shards over the replicas afterwards,
+    in an order of its own. That is refused where it is seen: not on a mesh whose shards have one rank, where PyTorch
+    never calls this.
+
     Args:
         rounds: backward passes of each rank that are summed: the number of micro-batches / W.
+
+    Raises:
+        Error: other options of FSDP; a second call in one backward pass while a sum is under way, as of one object for
+            several modules; a mesh of replicas and shards.
     """
 
     def __init__(self, rounds: int = 1) -> None:
         if rounds < 1:
             fail(INVALID_VALUE, f"OrderedReduceScatter: rounds is {rounds}, want 1 or more")
         self.rounds, self.done, self.shard = rounds, 0, torch.empty(0)
+        self.backward = -1  # the backward pass of the latest call
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP's buffers."""
@@ -109,9 +120,23 @@ class OrderedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> None:
-        name = "OrderedReduceScatter"
+        name, backward = "OrderedReduceScatter", _backward_pass()
+        replicated = _sums_replicas(sys._getframe(1))
 
         def terms() -> tuple[Any, ...]:
+            if replicated:
+                fail(
+                    UNSUPPORTED,
+                    f"{name}: the mesh has replicas beside the shards (HSDP), which PyTorch all-reduces in an order of "
+                    "its own; want a mesh of one dimension",
+                )
+            if self.done and backward == self.backward >= 0:
+                self.done = 0
+                fail(
+                    INVALID_VALUE,
+                    f"{name}: called twice in one backward pass, in the middle of a sum of {self.rounds} rounds; want "
+                    "one OrderedReduceScatter for each FSDP module, which a forward pass calls once",
+                )
             if op != dist.ReduceOp.SUM or input_tensor.dtype != torch.float32:
                 fail(
                     INVALID_VALUE,
@@ -121,9 +146,10 @@ class OrderedReduceScatter:
             if self.done and self.shard.shape != output_tensor.shape:
                 self.done = 0
                 fail(INVALID_VALUE, f"{name}: the shard changed in the middle of a sum of {self.rounds} rounds")
-            return None, f"{input_tensor.numel()} elements, round {self.done + 1} of {self.rounds}"
+            return None, f"round {self.done + 1} of {self.rounds}", f"{input_tensor.numel()} elements"
 
         together(name, group, input_tensor.device, terms)
+        self.backward = backward
         if self.done == 0:
             self.shard = torch.zeros_like(output_tensor)
         continue_shard(input_tensor.reshape(-1), self.shard.view(-1), group)
@@ -132,6 +158,17 @@ class OrderedReduceScatter:
             output_tensor.zero_()
         else:
             output_tensor.copy_(self.shard)
+
+
+def _backward_pass() -> int:
+    """The number of the backward pass that this thread is in; -1 if none, or where PyTorch does not say."""
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if ask is None else int(ask())
+
+
+def _sums_replicas(caller: Any) -> bool:
+    """FSDP tells a reduce-scatter nothing of what comes after it; its own function knows."""
+    return caller.f_code.co_name == "foreach_reduce" and caller.f_locals.get("all_reduce_group") is not None
 
 
 # ---- The norm of all gradients ---------------------------------------------------------------------------------------
@@ -151,18 +188,39 @@ def sum_of_squares(x: Tensor) -> Tensor:
             return total if total.numel() else x.new_zeros(1, dtype=torch.float32)
 
 
+def _is_sharded(gradient: Any) -> bool:
+    return any(p.is_shard() for p in getattr(gradient, "placements", ()))
+
+
+def _whole_first(gradient: Any, segments: int) -> bool:
+    """Whether the segments do not divide the dimension that is sharded, whatever the number of ranks."""
+    placements: Any = getattr(gradient, "placements", ())
+    dims = [p.dim for p in placements if p.is_shard()]
+    return len(dims) == 1 and gradient.shape[dims[0]] % segments != 0
+
+
+def _of_one(gradient: Tensor, segments: int) -> Tensor:
+    return torch.cat([sum_of_squares(gradient), gradient.new_zeros(segments - 1, dtype=torch.float32)])
+
+
 def _segments_of(gradient: Any, segments: int, group: Group) -> Tensor:
-    """``[segments]``: the sums of squares of a gradient's segments, on every rank; one for one that is not sharded."""
-    from torch.distributed.tensor import DTensor, Shard
+    """``[segments / W]``: the sums of squares of this rank's segments of a gradient; of one that is not sharded, or
+    whose rows are gathered first, one sum and zeros, ``[segments]``."""
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(gradient, DTensor):
-        return torch.cat([sum_of_squares(gradient), gradient.new_zeros(segments - 1, dtype=torch.float32)])
-    local, sharded = gradient.to_local(), [p for p in gradient.placements if isinstance(p, Shard)]
+        return _of_one(gradient, segments)
+    placements: Any = gradient.placements
+    local, sharded = gradient.to_local(), [p for p in placements if p.is_shard()]
+    if any(p.is_partial() for p in gradient.placements):
+        fail(UNSUPPORTED, f"clip_grad_norm_: a gradient is placed as {gradient.placements}, a sum that is not made yet")
     if not sharded:
-        return torch.cat([sum_of_squares(local), local.new_zeros(segments - 1, dtype=torch.float32)])
+        return _of_one(local, segments)
+    if _whole_first(gradient, segments):
+        return local.new_zeros(segments, dtype=torch.float32)  # what it is comes when all ranks have agreed
     dim, world = sharded[0].dim, dist.get_world_size(group)
     extent = gradient.shape[dim]
-    if len(sharded) > 1 or extent % segments or segments % world or local.shape[dim] * world != extent:
+    if len(sharded) > 1 or segments % world or local.shape[dim] * world != extent:
         fail(
             constants.PYDET_INVALID_SHAPE,
             f"clip_grad_norm_: a gradient of {tuple(gradient.shape)} is sharded as {gradient.placements}, want one "
@@ -172,6 +230,15 @@ def _segments_of(gradient: Any, segments: int, group: Group) -> Tensor:
     return torch.cat(own)
 
 
+def _device_of(parameters: list[Any], group: Group) -> torch.device:
+    """Where a rank meets the others that may have no gradient at all."""
+    if parameters:
+        device: torch.device = parameters[0].device
+        return device
+    on_gpu = torch.cuda.is_available() and dist.is_initialized() and dist.get_backend(group) != "gloo"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, *, group: Group = None, segments: int = 8, stages: Group = None
 ) -> Tensor:
@@ -179,46 +246,58 @@ def clip_grad_norm_(
 
     The sum of squares of each gradient is taken by segments of the dimension that is sharded (a DTensor's), which are
     folded in ascending order, then over the parameters in the order given. On one rank pass the same DTensors, of a
-    mesh of one, so that the segments are the same.
+    mesh of one, so that the segments are the same. A gradient whose sharded dimension the segments do not divide (50257
+    rows) is gathered for the time of the call, on every rank, and is one segment. Ranks do not compare the numbers of
+    gradients that are to be the same: where they differ, so do the norms.
 
     Args:
         parameters: those with a ``main_grad`` of :func:`pydet.torch.accumulate_gradients`, which is the gradient then,
             or a ``grad``; plain tensors, the same on every rank, or DTensors of one mesh dimension.
         max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``, in place.
         group: the ranks that share the DTensors, the default group if None; without one this process alone.
-        segments: a multiple of the number of ranks that divides every sharded dimension.
+        segments: a multiple of the number of ranks. It decides bits.
         stages: the ranks that have the model's other parameters, those of rank 0 first (pipeline parallel): the norm is
             that of one rank which has all of them in this order. None: there are no others. With it, and without a
             ``group``, no tensor is shared.
 
     Returns:
         The norm before clipping, a float32 scalar.
+
+    Raises:
+        Error: on every rank, where one has other gradients or options, none at all while others have some, or refuses.
     """
     from torch.distributed.tensor import DTensor
 
     op = "clip_grad_norm_"
-    gradients: list[Any] = [x for x in map(own_gradient, parameters) if x is not None]
-    if not gradients:
-        if stages is not None:
-            fail(INVALID_VALUE, f"{op}: this stage has no gradients, and the others wait for it")
-        return torch.zeros(())
-    first = gradients[0].to_local() if isinstance(gradients[0], DTensor) else gradients[0]
-
-    def is_sharded(gradient: Any) -> bool:
-        return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
+    given = list(parameters)
+    gradients: list[Any] = [x for x in map(own_gradient, given) if x is not None]
+    device = _device_of(gradients or given, group if stages is None else stages)
 
     def terms() -> tuple[Any, ...]:
+        if not isinstance(max_norm, Real | Tensor) or not float(max_norm) >= 0:
+            fail(INVALID_VALUE, f"{op}: max_norm is {max_norm}, want a number of 0 or more")
+        if not isinstance(segments, int) or segments < 1:
+            fail(INVALID_VALUE, f"{op}: segments is {segments}, want a number from 1 up")
+        if stages is not None and not gradients:
+            fail(INVALID_VALUE, f"{op}: this stage has no gradients, and the others wait for it")
         sums = [_segments_of(gradient, segments, group) for gradient in gradients]
-        shapes = [tuple(g.shape) for g in gradients]
-        return (
-            sums,
-            f"{len(shapes)} gradients, {sum(map(torch.Size.numel, map(torch.Size, shapes)))} elements",
-            segments,
-        )
+        options = f"max_norm {float(max_norm)}, {segments} segments"
+        each = "; ".join(f"{tuple(g.shape)} {g.dtype} {getattr(g, 'placements', '')}".strip() for g in gradients)
+        return sums, f"{len(gradients)} gradients", options, each
 
     alone = group is None and (stages is not None or not dist.is_initialized())
-    sums: list[Tensor] = terms()[0] if alone else together(op, group, first.device, terms)[0]
-    sharded = [i for i, gradient in enumerate(gradients) if is_sharded(gradient)]
+    of_group = terms if alone else lambda: together(op, group, device, terms)
+    if stages is None:
+        sums: list[Tensor] = of_group()[0]
+    else:
+        same = f"max_norm {max_norm}, {segments} segments"  # of all stages, whose gradients are their own
+        sums = together(op, stages, device, lambda: (of_group()[0], same))[0]
+    if not gradients:
+        return torch.zeros(())
+    gathered = [i for i, gradient in enumerate(gradients) if _whole_first(gradient, segments)]
+    for i in gathered:
+        sums[i] = _of_one(gradients[i].full_tensor(), segments)
+    sharded = [i for i, gradient in enumerate(gradients) if _is_sharded(gradient) and i not in gathered]
     if sharded:
         everyone = gather(torch.stack([sums[i] for i in sharded]), group)  # [W, parameters, S / W]
         for place, i in enumerate(sharded):

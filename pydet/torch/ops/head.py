@@ -1,15 +1,13 @@
 """``linear_log_prob``: a linear layer and what is asked of each row of its logits, in chunks of rows; and its gradient.
 
-Log-probabilities alone, of logits that are neither scaled nor capped, are the library's `linear_log_prob`. All else is
-a composition of its functions over a workspace: no chunk changes a bit, since rows are independent and sums over rows
-are continued at multiples of 16 of them (NUMERICS.md, "Head"). What is done to single elements between them are
-PyTorch's additions, products and divisions, each rounded once.
+Both are the library's. No chunk changes a bit, since rows are independent and sums over rows are continued at multiples
+of 16 of them (NUMERICS.md, "Head").
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +16,8 @@ from pydet import _native
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail, ffi
 from pydet.frameworks import type_index
 from pydet.hooks import unknown
-from pydet.ops.activation import _activation, _activation_backward
 from pydet.ops.head import _linear_log_prob, _linear_log_prob_backward
-from pydet.ops.products import _gemm, _gemm_db, _skinny_gemm
-from pydet.ops.softmax import (
-    _log_prob,
-    _log_prob_backward,
-    _log_softmax,
-    _log_softmax_backward,
-    _softmax,
-    _softmax_backward,
-)
+from pydet.ops.products import _gemm_db
 from pydet.shapes import text
 from pydet.torch.ops.products import matrix
 from pydet.torch.ops.register import DTYPES, Call, Dtype, Tensor, define
@@ -41,7 +30,6 @@ _C_DTYPES = {
     torch.bfloat16: (constants.PYDET_BFLOAT, 16, 1),
     torch.float16: (constants.PYDET_FLOAT, 16, 1),
 }
-ROWS = 16  # a multiple of every arithmetic's step, where a sum over rows may be cut
 
 
 class Head(NamedTuple):
@@ -58,17 +46,10 @@ class Head(NamedTuple):
     def products(self) -> dict[str, Any]:
         return {"arithmetic": self.arithmetic, "k_chunk": self.k_chunk}
 
-    @property
-    def scales(self) -> bool:
-        return self.softcap is not None or self.temperature != 1
-
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether its log-probabilities and their gradients are the library's own operation."""
-        return not self.scales and self.logits_dtype in (None, x.dtype, torch.float32)
-
     def library_options(self, w: Tensor, dw: Tensor | None) -> dict[str, Any]:
         logits = None if self.logits_dtype is None else type_index(self.logits_dtype, OP)
-        return {**self.products, "logits_dtype": logits, "workspace": self.workspace + _instead_of_sums(w, dw)}
+        read = {"softcap": self.softcap or 0.0, "temperature": self.temperature}
+        return {**self.products, **read, "logits_dtype": logits, "workspace": self.workspace + _instead_of_sums(w, dw)}
 
     def check(self) -> None:
         """Refuses what is no setting."""
@@ -94,232 +75,8 @@ class Asked(NamedTuple):
     lse: Any
     mean: Any
 
-    @property
-    def spreads(self) -> bool:
-        """Whether probabilities of all columns are written."""
-        return any(x is not None and x is not False for x in (self.entropy, self.mean))
-
-
-# ---- Chunks ----------------------------------------------------------------------------------------------------------
-
-
-def _chunks(rows: int, row_bytes: int, unit: int, head: Head) -> Iterator[slice]:
-    """Of as many rows as the workspace holds, a multiple of `unit` but for the last."""
-    most = head.workspace // max(row_bytes, 1)
-    if most < rows:
-        if most < unit:
-            some = "a row" if unit == 1 else f"{unit} rows, where a sum over rows may be cut"
-            need = min(unit, rows) * row_bytes
-            fail(
-                constants.PYDET_WORKSPACE_TOO_SMALL,
-                f"{OP}: workspace is {head.workspace} bytes, want at least {need} for {some}",
-            )
-        most -= most % unit
-    for start in range(0, rows, max(most, 1)):
-        yield slice(start, min(start + most, rows))
-
-
-class _Room:
-    """The workspace: one tensor for each purpose, as large as the first chunk, of which the others take their part."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._made = like, dict[str, Tensor]()
-
-    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        if name not in self._made:
-            self._made[name] = self._like.new_empty((rows, columns), dtype=dtype)
-        return self._made[name][:rows]
-
-
-def _number(x: Tensor, value: float) -> Tensor:
-    """In memory of x's device: by a number of Python a GPU divides as a product with its inverse."""
-    return torch.full((), value, dtype=torch.float32, device=x.device)
-
-
-class _Rows(NamedTuple):
-    """The logits of a chunk, and what they are read as: in fp32 divided and capped, or as they are."""
-
-    logits: Tensor
-    read: Tensor
-    over_cap: Tensor | None
-
-
-def _logits(x: Tensor, w: Tensor, bias: Tensor | None, head: Head, room: _Room) -> _Rows:
-    rows, n = x.shape[0], w.shape[0]
-    dtype = head.logits_dtype or x.dtype
-    logits = _skinny_gemm(x, w, bias=bias, out=room.take("logits", rows, n, dtype), **head.products)
-    if not head.scales:
-        return _Rows(logits, logits, None)
-    read, over_cap = room.take("read", rows, n, torch.float32).copy_(logits), None
-    if head.softcap is not None:
-        cap = _number(x, head.softcap)
-        over_cap = room.take("over_cap", rows, n, torch.float32)
-        torch.div(read, cap, out=over_cap)
-        _activation(over_cap, out=read, kind="tanh")
-        read.mul_(cap)
-    if head.temperature != 1:
-        read.div_(_number(x, head.temperature))
-    return _Rows(logits, read, over_cap)
-
-
-def _row_bytes(n: int, x: Tensor, head: Head) -> int:
-    """Of the logits and of what they are read as."""
-    dtype = head.logits_dtype or x.dtype
-    return n * (dtype.itemsize + (4 if head.scales else 0) + (4 if head.softcap is not None else 0))
-
-
-# ---- What rows are asked ---------------------------------------------------------------------------------------------
-
-
-class _Spread(NamedTuple):
-    """The probabilities of a chunk and their logarithms, which are 0 where they are -Inf."""
-
-    probs: Tensor
-    logs: Tensor
-    wide: tuple[Tensor, Tensor]  # the same with a column more, of 1 and of 0
-
-
-def _spread(read: Tensor, room: _Room) -> _Spread:
-    rows, n = read.shape
-    probs, logs = (room.take(name, rows, n + 1, torch.float32) for name in ("probs", "logs"))
-    if read.dtype != torch.float32:
-        read = room.take("fp32", rows, n, torch.float32).copy_(read)
-    _softmax(read, out=probs[:, :n])
-    _log_softmax(read, out=logs[:, :n])
-    logs[:, :n].masked_fill_(logs[:, :n] == -math.inf, 0.0)
-    probs[:, n], logs[:, n] = 1.0, 0.0
-    return _Spread(probs[:, :n], logs[:, :n], (probs, logs))
-
-
-def _entropy(spread: _Spread, room: _Room) -> Tensor:
-    """-rowsum(p, log p): the gradient of softmax at the column more, whose p is 1 and whose gradient is 0."""
-    probs, logs = spread.wide
-    sums = room.take("sums", probs.shape[0], probs.shape[1], torch.float32)
-    return _softmax_backward(logs, probs, out=sums)[:, -1]
-
-
-def _mean(read: Tensor, room: _Room) -> Tensor:
-    """rowsum(v, 1) / N: the gradient of log_softmax at a column more, whose logarithm and gradient are 0."""
-    rows, n = read.shape
-    wide, zeros, sums = (room.take(name, rows, n + 1, torch.float32) for name in ("logs", "probs", "sums"))
-    wide[:, :n].copy_(read)
-    wide[:, n] = 0.0
-    zeros.zero_()
-    less = _log_softmax_backward(wide, zeros, out=sums)[:, -1]
-    return torch.div(0.0 - less, _number(read, float(n)))
-
-
-def _greedy(read: Tensor) -> tuple[Tensor, Tensor]:
-    """(the largest number of each row, the first column that has it; where one is NaN, the first NaN)."""
-    most = read.amax(-1)
-    is_most = (read == most[:, None]) | read.isnan()
-    return most, is_most.to(torch.int8).argmax(-1)
-
-
-def _lse(read: Tensor) -> Tensor:
-    """m + log s: the log-probability of the largest logit is -log s."""
-    most, where = _greedy(read)
-    return (most.float() + 0.0) - _log_prob(read, where)
-
-
-def _run_forward(
-    x: Tensor,
-    w: Tensor,
-    index: Tensor,
-    bias: Tensor | None,
-    logits_dtype: Dtype,
-    temperature: float,
-    softcap: float | None,
-    entropy: bool,
-    lse: bool,
-    mean: bool,
-    greedy: bool,
-    arithmetic: str,
-    k_chunk: int | None,
-    workspace: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> log_prob, entropy, lse, mean, greedy; what is not asked for has no elements."""
-    head = Head(logits_dtype, temperature, softcap, arithmetic, k_chunk, workspace)
-    asked = Asked(entropy, lse, mean)
-    _check(x, w, index, bias, head)
-    lead, rows, n = index.shape, _matrix(x), w.shape[0]
-    wanted = index.reshape(-1).contiguous()
-    count = rows.shape[0]
-    log_prob = x.new_empty(count, dtype=torch.float32)
-    if head.is_plain(x) and n and not greedy and not any(asked):
-        _linear_log_prob(rows, w, wanted, bias=bias, out=log_prob, **head.library_options(w, None))
-        none = x.new_empty(0, dtype=torch.float32)
-        return log_prob.view(lead), none, none.clone(), none.clone(), x.new_empty(0, dtype=torch.int64)
-    others = [x.new_empty(count if wants else 0, dtype=torch.float32) for wants in asked]
-    chosen = x.new_empty(count if greedy else 0, dtype=torch.int64)
-    row_bytes = _row_bytes(n, x, head) + (17 * (n + 1) if asked.spreads else 0) + (n * 10 if lse or greedy else 0)
-    room = _Room(x)
-    for part in _chunks(count, row_bytes, 1, head):
-        read = _logits(rows[part], w, bias, head, room).read
-        _log_prob(read, wanted[part], out=log_prob[part])
-        if entropy:
-            others[0][part] = _entropy(_spread(read, room), room)
-        if lse:
-            others[1][part] = _lse(read)
-        if mean:
-            others[2][part] = _mean(read, room)
-        if greedy:
-            chosen[part] = _greedy(read)[1]
-    shaped = [y.view(lead) if wants else y for y, wants in zip((*others, chosen), (*asked, greedy), strict=True)]
-    return log_prob.view(lead), shaped[0], shaped[1], shaped[2], shaped[3]
-
-
-def _add(d: Tensor, more: Tensor, weight: Tensor) -> None:
-    """Adds to each row of d as many times a row of `more`; where that is 0, nothing, whatever the row holds."""
-    d += more.mul_(weight[:, None]).masked_fill_((weight == 0)[:, None], 0.0)
-
-
-def _gradient_of_rows(
-    dlog_prob: Tensor, others: Asked, index: Tensor, rows: _Rows, x: Tensor, head: Head, room: _Room
-) -> Tensor:
-    """The gradient of a chunk's logits, in the type of x."""
-    count, n = rows.read.shape
-    asks_more = any(g is not None for g in others)
-    read = rows.read
-    if asks_more and read.dtype != torch.float32:
-        read = room.take("fp32", count, n, torch.float32).copy_(read)
-    d = _log_prob_backward(dlog_prob, read, index, out=room.take("d", count, n, read.dtype))
-    if asks_more:
-        spread = _spread(read, room)
-        more = room.take("more", count, n, torch.float32)
-        if others.entropy is not None:
-            torch.add(spread.logs, _entropy(spread, room)[:, None], out=more)
-            _add(d, more.mul_(spread.probs), -others.entropy)
-        if others.lse is not None:
-            _add(d, more.copy_(spread.probs), others.lse)
-        if others.mean is not None:
-            d += torch.div(others.mean, _number(x, float(n)))[:, None]
-    if head.temperature != 1:
-        d.div_(_number(x, head.temperature))
-    if rows.over_cap is not None:
-        d = _activation_backward(d, rows.over_cap, dx=room.take("capped", count, n, torch.float32), kind="tanh")[0]
-    for dtype in (rows.logits.dtype, x.dtype):
-        if d.dtype != dtype:
-            d = room.take(f"d in {dtype}", count, n, dtype).copy_(d)
-    return d
-
-
-def _gradient_bytes(n: int, x: Tensor, head: Head, asks_more: bool) -> int:
-    logits = (head.logits_dtype or x.dtype).itemsize
-    first = 4 if head.scales or asks_more else logits  # the type in which a row's gradient is made
-    size = _row_bytes(n, x, head) + n * first
-    size += 4 * n if head.softcap is not None else 0
-    size += n * logits if first != logits else 0
-    size += n * x.dtype.itemsize if logits != x.dtype.itemsize or (head.logits_dtype or x.dtype) != x.dtype else 0
-    return size + (21 * (n + 1) if asks_more else 0)
-
 
 # ---- Sums over rows --------------------------------------------------------------------------------------------------
-
-
-def _sum(rows: Tensor, columns: Tensor, into: Tensor, continues: bool, head: Head) -> None:
-    """The sums of rows^T columns, from those that are there or from zero."""
-    _gemm_db(rows, columns, out=into, accumulate=continues, **head.products)
 
 
 def rounded(sums: Tensor, dtype: torch.dtype, head: Head) -> Tensor:
@@ -340,16 +97,53 @@ def _instead_of_sums(w: Tensor, dw: Tensor | None) -> int:
     return 0 if dw is None or dw.dtype == torch.float32 else 4 * w.numel()
 
 
-def room_for_sums(x: Tensor, w: Tensor, head: Head, asks_more: bool, of_w: bool = True) -> Callable[[Tensor], Tensor]:
-    """What makes room for the sums over rows of a parameter: zeros in float32 to continue from; or, where the library
-    writes them, what it does not read, of the parameter's type where all rows go at once."""
-    if asks_more or not head.is_plain(x) or not w.shape[0]:
-        return lambda parameter: torch.zeros_like(parameter, dtype=torch.float32)
+def room_for_sums(x: Tensor, w: Tensor, head: Head, of_w: bool = True) -> Callable[[Tensor], Tensor]:
+    """What makes room for the sums over rows of a parameter, which the library writes: of the parameter's type where
+    all rows go at once, else in float32."""
     room = head.workspace
     if of_w and _library_bytes(x, w, head, 1) <= room:  # or it is refused
         room += _instead_of_sums(w, w)
     whole = 0 < _library_bytes(x, w, head) <= room
     return lambda parameter: parameter.new_empty(parameter.shape, dtype=parameter.dtype if whole else torch.float32)
+
+
+# ---- Forward and backward --------------------------------------------------------------------------------------------
+
+
+def _run_forward(
+    x: Tensor,
+    w: Tensor,
+    index: Tensor,
+    bias: Tensor | None,
+    logits_dtype: Dtype,
+    temperature: float,
+    softcap: float | None,
+    entropy: bool,
+    lse: bool,
+    mean: bool,
+    greedy: bool,
+    arithmetic: str,
+    k_chunk: int | None,
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> log_prob, entropy, lse, mean, greedy; what is not asked for has no elements."""
+    head = Head(logits_dtype, temperature, softcap, arithmetic, k_chunk, workspace)
+    _check(x, w, index, bias, head)
+    rows, wanted = _matrix(x), index.reshape(-1).contiguous()
+    kinds = (torch.float32, torch.float32, torch.float32, torch.float32, torch.int64)
+    made = [
+        x.new_empty(index.numel() if asked else 0, dtype=kind)
+        for kind, asked in zip(kinds, (True, entropy, lse, mean, greedy), strict=True)
+    ]
+    names = ("out", "entropy", "lse", "mean", "greedy")
+    given = {name: y for name, y, asked in zip(names, made, (True, entropy, lse, mean, greedy), strict=True) if asked}
+    _linear_log_prob(rows, w, wanted, bias=bias, **given, **head.library_options(w, None))
+    log_prob, *others = (y.view(index.shape) if name in given else y for name, y in zip(names, made, strict=True))
+    return log_prob, others[0], others[1], others[2], others[3]
+
+
+def _of_rows(given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.reshape(-1).to(torch.float32).contiguous()
 
 
 def gradients(
@@ -365,33 +159,31 @@ def gradients(
     dbias: Tensor | None,
     dx_dtype: Dtype = None,
     continues: bool = True,
+    log_prob: Tensor | None = None,
 ) -> Tensor | None:
     """-> dx, of the type of x or another. Continues the sums in dw ``[N, K]`` and dbias ``[N]``, float32, if given; or
-    writes them, in any type, where all rows are one chunk."""
-    rows, n = _matrix(x), w.shape[0]
-    wanted, given = index.reshape(-1).contiguous(), dlog_prob.reshape(-1).to(torch.float32).contiguous()
-    more = Asked(*(None if g is None else g.reshape(-1).to(torch.float32) for g in others))
-    sums_rows = dw is not None or dbias is not None
-    unit = (head.k_chunk or ROWS) if sums_rows else 1
+    writes them, in any type, where all rows are one chunk. log_prob, if given, is written too."""
+    rows, wanted = _matrix(x), index.reshape(-1).contiguous()
     dx = rows.new_empty(rows.shape, dtype=dx_dtype or x.dtype) if of_x else None
-    lies_in_rows = dw is None or dw.shape[1] < 2 or dw.stride(1) == 1
-    if head.is_plain(x) and n and lies_in_rows and not any(g is not None for g in more):
-        sums = {"dw": dw, "dbias": dbias, "accumulate": continues and sums_rows}
-        options = head.library_options(w, dw)
-        _linear_log_prob_backward(given, rows, w, wanted, bias=bias, dx=dx, **sums, **options)
-        return None if dx is None else dx.view(x.shape)
-    size = _gradient_bytes(n, x, head, any(g is not None for g in more))
-    room = _Room(x)
-    for part in _chunks(rows.shape[0], size, unit, head):
-        some = Asked(*(None if g is None else g[part] for g in more))
-        logits = _logits(rows[part], w, bias, head, room)
-        d = _gradient_of_rows(given[part], some, wanted[part], logits, x, head, room)
-        if dx is not None:
-            _gemm(d, w, out=dx[part], **head.products)
-        if dw is not None:
-            _sum(d, rows[part], dw, continues, head)
-        if dbias is not None:
-            _sum(d.new_ones((d.shape[0], 1)), d, dbias[None], continues, head)
+    sums = dw if dw is None or dw.shape[1] < 2 or dw.stride(1) == 1 else dw.contiguous()
+    _linear_log_prob_backward(
+        _of_rows(dlog_prob),
+        rows,
+        w,
+        wanted,
+        bias=bias,
+        dentropy=_of_rows(others.entropy),
+        dlse=_of_rows(others.lse),
+        dmean=_of_rows(others.mean),
+        dx=dx,
+        dw=sums,
+        dbias=dbias,
+        log_prob=log_prob,
+        accumulate=continues and (dw is not None or dbias is not None),
+        **head.library_options(w, dw),
+    )
+    if dw is not None and sums is not None and sums is not dw:
+        dw.copy_(sums)
     return None if dx is None else dx.view(x.shape)
 
 
@@ -401,54 +193,37 @@ def loss_and_gradients(
     index: Tensor,
     bias: Tensor | None,
     head: Head,
-    loss_of: Callable[[Tensor, Tensor | None, Tensor | None, slice], Tensor],
+    loss_of: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
     asks: tuple[bool, bool],
     gradient: Tensor,
     dw: Tensor,
     dbias: Tensor | None,
     continues: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """-> the loss of each row and dx, where `gradient` is that of each row's loss: a chunk's logits are made once.
+    """-> the loss of each row and dx, where `gradient` is that of each row's loss. The logits are made once, or twice
+    where the loss asks for more than the log-probability.
 
-    loss_of(log_prob, lse, mean, rows), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is
-    where gradients are made in backward. The sums in dw and dbias, float32, are continued; or they are made, in what
+    loss_of(log_prob, lse, mean), of which it `asks` for lse and mean, is differentiated by PyTorch, as it is where
+    gradients are made in backward. The sums in dw and dbias, float32, are continued; or they are made, in what
     :func:`room_for_sums` gave.
     """
     _check(x, w, index, bias, head)
-    rows, n, (lse, mean) = _matrix(x), w.shape[0], asks
-    wanted = index.reshape(-1).contiguous()
-    losses = rows.new_empty(rows.shape[0], dtype=torch.float32)
-    dx = rows.new_empty(rows.shape)
-    lies_in_rows = dw.shape[1] < 2 or dw.stride(1) == 1
-    # A plain head, whose gradient is the same whatever the log-probability.
-    if head.is_plain(x) and n and lies_in_rows and not lse and not mean:
-        every, log_prob = slice(0, rows.shape[0]), torch.zeros_like(losses)
-        with torch.enable_grad():
-            any_loss = loss_of(log_prob.requires_grad_(), None, None, every)
-            (dlog_prob,) = torch.autograd.grad(any_loss, [log_prob], gradient.expand_as(any_loss))
-        log_prob = log_prob.detach()
-        made = {"dx": dx, "dw": dw, "dbias": dbias, "log_prob": log_prob, "accumulate": continues}
-        _linear_log_prob_backward(dlog_prob, rows, w, wanted, bias=bias, **made, **head.library_options(w, dw))
-        return loss_of(log_prob, None, None, every), dx.view(x.shape)
-    size = _gradient_bytes(n, x, head, lse or mean) + (n * 10 if lse else 0) + (n + 1) * 13 * mean
-    room = _Room(x)
-    for part in _chunks(rows.shape[0], size, head.k_chunk or ROWS, head):
-        logits = _logits(rows[part], w, bias, head, room)
-        log_prob = _log_prob(logits.read, wanted[part]).requires_grad_()
-        of_lse = _lse(logits.read).requires_grad_() if lse else None
-        of_mean = _mean(logits.read, room).requires_grad_() if mean else None
-        with torch.enable_grad():
-            loss = loss_of(log_prob, of_lse, of_mean, part)
-            beside = [y for y in (of_lse, of_mean) if y is not None]
-            dlog_prob, *others = torch.autograd.grad(loss, [log_prob, *beside], gradient.expand_as(loss))
-        losses[part] = loss.detach()
-        more = Asked(None, others[0] if lse else None, others[-1] if mean else None)
-        d = _gradient_of_rows(dlog_prob, more, wanted[part], logits, x, head, room)
-        _gemm(d, w, out=dx[part], **head.products)
-        _sum(d, rows[part], dw, True, head)
-        if dbias is not None:
-            _sum(d.new_ones((d.shape[0], 1)), d, dbias[None], True, head)
-    return losses, dx.view(x.shape)
+    lse, mean = asks
+    known = torch.zeros(index.numel(), dtype=torch.float32, device=x.device)
+    of_lse, of_mean = (known.clone() if asked else None for asked in asks)
+    if lse or mean:
+        given = {name: y for name, y in (("lse", of_lse), ("mean", of_mean)) if y is not None}
+        wanted, options = index.reshape(-1).contiguous(), head.library_options(w, None)
+        _linear_log_prob(_matrix(x), w, wanted, bias=bias, out=known, **given, **options)
+    with torch.enable_grad():  # of the log-probability alone it is the same whatever that is
+        inputs = [y.requires_grad_() for y in (known, of_lse, of_mean) if y is not None]
+        loss = loss_of(known, of_lse, of_mean)
+        dlog_prob, *others = torch.autograd.grad(loss, inputs, gradient.expand_as(loss))
+    by = Asked(None, others[0] if lse else None, others[-1] if mean else None)
+    log_prob = None if lse or mean else torch.empty_like(dlog_prob)
+    dx = gradients(dlog_prob, by, x, w, index, bias, head, True, dw, dbias, continues=continues, log_prob=log_prob)
+    losses = loss.detach() if log_prob is None else loss_of(log_prob, None, None)
+    return losses, dx  # type: ignore[return-value]
 
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
@@ -516,14 +291,11 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = Head(logits_dtype, temperature, softcap, arithmetic, k_chunk, workspace)
     _check(x, w, index, bias, head)
-    others, count = Asked(dentropy, dlse, dmean), index.numel()
-    asks_more = any(g is not None for g in others)
-    plain = head.is_plain(x) and w.shape[0] > 0 and not asks_more
-    cut = not 0 < count * _gradient_bytes(w.shape[0], x, head, asks_more) <= workspace  # or there is nothing to write
-    start = room_for_sums(x, w, head, asks_more, of_w) if plain or cut else torch.empty_like
+    start = room_for_sums(x, w, head, of_w)
     dw = start(w) if of_w else None
     dbias = start(bias) if bias is not None and of_bias else None
-    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=cut and not plain)
+    others = Asked(dentropy, dlse, dmean)
+    dx = gradients(dlog_prob, others, x, w, index, bias, head, of_x, dw, dbias, continues=False)
     if dw is not None:
         dw = rounded(dw, w.dtype, head)
     if dbias is not None and bias is not None:

@@ -1,0 +1,81 @@
+"""What is asked of rows of logits, and its gradient, by pydet's functions that are one step each, and single operations
+of NumPy between them (NUMERICS.md, "Head")."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+import pydet
+
+F32 = np.float32
+NAN = np.array(0x7FFFFFFF, np.uint32).view(F32)  # as results have it
+
+
+class Rows(NamedTuple):
+    log_prob: np.ndarray
+    entropy: np.ndarray
+    lse: np.ndarray
+    mean: np.ndarray
+    greedy: np.ndarray
+
+
+def read(z, softcap, temperature, functions=pydet):
+    """(v, z / C): in fp32."""
+    v, over_cap = z.astype(F32), None
+    if softcap:
+        over_cap = v / F32(softcap)
+        v = functions.activation(over_cap, kind="tanh") * F32(softcap)
+    return (v / F32(temperature) if temperature != 1 else v), over_cap
+
+
+def canonical(x):
+    return np.where(np.isnan(x), NAN, x)
+
+
+def with_column(x, last):
+    return np.concatenate((x, np.full((len(x), 1), last, F32)), 1)
+
+
+def spread(v, functions=pydet):
+    """(p, l): l is 0 where it is -Inf."""
+    probabilities, logs = functions.softmax(v), functions.log_softmax(v)
+    return probabilities, np.where(logs == -np.inf, F32(0), logs)
+
+
+def entropy_of(v, functions=pydet):
+    """The gradient of softmax at a column more, whose p is 1 and whose gradient is 0."""
+    probabilities, logs = spread(v, functions)
+    return functions.softmax_backward(with_column(logs, 0), with_column(probabilities, 1))[:, -1]
+
+
+def asked(z, index, softcap=None, temperature=1.0, functions=pydet):
+    v, _ = read(z, softcap, temperature, functions)
+    greedy = np.where(np.isnan(v).any(1), np.isnan(v).argmax(1), np.nan_to_num(v, nan=-np.inf).argmax(1))
+    most = np.take_along_axis(v, greedy[:, None], 1)[:, 0] + F32(0)
+    lse = most - functions.log_prob(v, greedy)
+    less = functions.log_softmax_backward(with_column(v, 0), np.zeros((len(v), v.shape[1] + 1), F32))[:, -1]
+    mean = (F32(0) - less) / F32(v.shape[1])
+    return Rows(functions.log_prob(v, index), *map(canonical, (entropy_of(v, functions), lse, mean)), greedy)
+
+
+def gradient(z, index, by, dtype, softcap=None, temperature=1.0, functions=pydet):
+    """d in dtype; by: the gradients by log_prob, entropy, lse and mean, None for none."""
+    of_log_prob, of_entropy, of_lse, of_mean = by
+    v, over_cap = read(z, softcap, temperature, functions)
+    d = functions.log_prob_backward(of_log_prob, v, index)
+    probabilities, logs = spread(v, functions)
+
+    def part(more, times):
+        return np.where((times == 0)[:, None], F32(0), more * times[:, None])
+
+    if of_entropy is not None:
+        d = d + part((logs + entropy_of(v, functions)[:, None]) * probabilities, -of_entropy)
+    if of_lse is not None:
+        d = d + part(probabilities, of_lse)
+    if of_mean is not None:
+        d = d + (of_mean / F32(v.shape[1]))[:, None]
+    if temperature != 1:
+        d = d / F32(temperature)
+    if over_cap is not None:
+        d = functions.activation_backward(d, over_cap, kind="tanh")
+    return d.astype(z.dtype).astype(F32).astype(dtype)
