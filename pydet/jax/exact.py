@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pydet.jax.foreign import Array
 
 _lax: Any = jax.lax
-_SIGN, _INF, _NAN = (jnp.uint32(x) for x in (0x80000000, 0x7F800000, 0x7FFFFFFF))
+_SIGN, _INF, _NAN = (np.uint32(x) for x in (0x80000000, 0x7F800000, 0x7FFFFFFF))
 _GUARD = 3  # bits below the last one of a result; the lowest stands for all that is below
 
 
