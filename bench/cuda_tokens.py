@@ -343,11 +343,11 @@ def head_policy(tokens, hidden, vocabulary):
 
 def head_dx(tokens, hidden, vocabulary):
     """The gradient by the head's input alone: few outputs, and a sum over the vocabulary."""
-    weights = [normal(vocabulary, hidden) for _ in range(2)]
-    d, out, other = normal(tokens, vocabulary), normal(tokens, hidden), normal(tokens, hidden)
+    d, sets = normal(tokens, vocabulary), [(normal(vocabulary, hidden), normal(tokens, hidden)) for _ in range(2)]
+    other = normal(tokens, hidden)
     variants = [
-        Variant("pydet", [partial(pydet.gemm, d, w, out=out) for w in weights], [out]),
-        Variant("cublas", [partial(torch.mm, d, w, out=other) for w in weights]),
+        Variant("pydet", [partial(pydet.gemm, d, w, out=out) for w, out in sets], [sets[0][1]]),
+        Variant("cublas", [partial(torch.mm, d, w, out=other) for w, _ in sets]),
     ]
     work = 2 * tokens * hidden * vocabulary
     return Row("head, dx", f"{tokens} x {hidden} x {vocabulary}", "bf16", variants, "cublas", work, "GFLOP/s")

@@ -8,8 +8,8 @@
 They go through XLA's foreign function interface to handlers in pydet's own libraries (``native/ops/*/xla.cpp``); on
 the CPU, and on CUDA where ``libpydet_cuda.so`` is. Backward runs pydet's own gradients; vmap is one batched call, or
 for a norm with weights, and attention with sinks, one call for each; packed and paged attention, products of groups and
-of fp8, and rows of tables are made one by one. Operands are float32, bfloat16 or float16 arrays
-of one type, of :func:`scaled_gemm` fp8.
+of fp8, heads, and rows of tables are made one by one. Operands are float32, bfloat16 or float16
+arrays of one type, of :func:`scaled_gemm` fp8.
 
 Common to the products: ``arithmetic`` and ``k_chunk`` are as in :func:`pydet.gemm`, decide bits, and hold for backward
 too. ``accumulate`` is an array to continue from, like the result and float32; the result takes its memory where nothing
@@ -47,7 +47,7 @@ from pydet.jax.embedding import embedding, embedding_backward
 from pydet.jax.fp8 import quantize, scaled_gemm
 from pydet.jax.general import dot_general
 from pydet.jax.groups import ragged_dot
-from pydet.jax.head import linear_log_prob
+from pydet.jax.head import linear_cross_entropy, linear_log_prob
 from pydet.jax.layernorm import layer_norm, layernorm, layernorm_backward
 from pydet.jax.products import gemm, gemm_da, gemm_db, linear, skinny_gemm
 from pydet.jax.rmsnorm import rms_norm, rmsnorm, rmsnorm_backward
@@ -83,6 +83,7 @@ __all__ = [
     "layernorm",
     "layernorm_backward",
     "linear",
+    "linear_cross_entropy",
     "linear_log_prob",
     "log_prob",
     "log_sigmoid",
