@@ -276,11 +276,13 @@ def machine():
 
 
 def commit():
-    """Of the checkout that runs; where it is no checkout, what PYDET_COMMIT says."""
+    """What PYDET_COMMIT says, as where a tree was carried to another machine; else that of the checkout that runs."""
+    if "PYDET_COMMIT" in os.environ:
+        return os.environ["PYDET_COMMIT"]
     described = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
-    return os.environ.get("PYDET_COMMIT")
+    return None
 
 
 def versions():

@@ -103,7 +103,7 @@ def condensed(name, raw):
     run["command"] = re.sub(r" --out \S+", "", run["command"])
     card = {key: run["machine"].pop(key, None) for key in ("card_before", "card_after")}
     run["machine"] |= {key: {k: v for k, v in its.items() if "clocks" not in k} for key, its in card.items() if its}
-    if not raw["rows"] or "op" not in raw["rows"][0]:
+    if not raw["rows"] or "bits_ok" not in raw["rows"][0]:
         return run | {"rows": raw["rows"]}
     wrong = [row for row in raw["rows"] if row["bits_ok"] is False]
     if wrong:
