@@ -32,28 +32,46 @@ def faster(problems, variant="pydet", peers=()):
     return [min(p.us[peer] for peer in peers or [p.peer]) / p.us[variant] for p in problems]
 
 
+def worst_of(problems, variant="pydet", peers=()):
+    worst = min(problems, key=lambda p: faster([p], variant, peers)[0])
+    return f"{worst.shape.replace(' x ', 'x')}: {faster([worst], variant, peers)[0]:.2f}"
+
+
+def in_whole_pieces(problem):
+    """Whether rows of a product of 16 bits lie at multiples of 16 bytes; of dB, columns are what operands have."""
+    m, n, k = problem.extents
+    return (m % 8 == 0 and n % 8 == 0) if " dB" in problem.op else (n % 8 == 0 and k % 8 == 0)
+
+
 def rows_between(problems, least, most):
     return [p for p in problems if least <= p.extents[0] <= most]
 
 
 def of_products():
-    drawn = summary.problems("h100_gemm_random")
+    every = summary.problems("h100_gemm_unseen_random")
+    drawn = [p for p in every if in_whole_pieces(p)]
     plain = [p for p in drawn if "," not in p.op]  # results of 16 bits, no k_chunk
+    yield "drawn, odd rows", mean_and_worst(faster([p for p in every if p not in drawn]))
     forward = [p for p in plain if p.op.startswith(("skinny_gemm", "gemm forward"))]
     tiles = [p for p in drawn if not p.op.startswith("skinny_gemm")]
     yield "drawn", mean_and_worst(faster(drawn))
     yield "drawn, mean", f"{mean(faster(drawn)):.2f}"
     yield "drawn, worst", f"{min(faster(drawn)):.2f}"
     yield "drawn, 5th percentile", f"{sorted(faster(drawn))[len(drawn) // 20]:.2f}"
-    for least, most in ((1, 64), (129, 512), (513, 8192)):
+    odd = [p for p in forward if p.extents[2] % 64]
+    yield "sums over no whole 64", mean_and_worst(faster(odd))
+    hot = summary.problems("h100_gemm_unseen_sustained_random")
+    yield "sustained", mean_and_worst(faster(hot))
+    yield "sustained, worst", worst_of(hot)
+    for least, most in ((1, 64), (65, 128), (129, 512), (513, 2048), (2049, 8192)):
         yield f"forward {least} to {most}", mean_and_worst(faster(rows_between(forward, least, most)))
     for name, least, most in (("few", 1, 128), ("many", 129, sys.maxsize)):
         yield f"dA {name}", mean_and_worst(faster(rows_between([p for p in plain if " dA" in p.op], least, most)))
     yield "dB", mean_and_worst(faster([p for p in plain if " dB" in p.op]))
     yield "fp32 results", mean_and_worst(faster([p for p in tiles if "fp32 out" in p.op]))
     yield "chunks", mean_and_worst(faster([p for p in tiles if "k_chunk" in p.op]))
-    worst = min((p for p in plain if " dA" in p.op), key=lambda p: faster([p])[0])
-    yield "worst product", f"{worst.shape.replace(' x ', 'x')}: {faster([worst])[0]:.2f}"
+    yield "worst product", worst_of([p for p in plain if " dA" in p.op])
+    yield "worst odd rows", worst_of([p for p in every if p not in drawn and p.extents[0] > 128])
     constant = "pydet, weights_constant"
     few = summary.problems("h100_skinny_gemm")
     yield "few rows", mean_and_worst(faster(rows_between(few, 1, 64), constant))
@@ -76,6 +94,15 @@ def of_groups_and_fp8():
         for scales in ("blocks", "rows", "one scale"):
             if its := [p for p in found if p.op.endswith(scales)]:
                 yield f"{name}, {scales}", mean_and_worst(faster(its))
+    for scales in ("blocks", "rows", "one scale"):
+        peer = f"torch {scales}"
+        its = [p for p in summary.problems("h100_scaled_gemm_random") if p.op.endswith(scales) and peer in p.us]
+        yield f"fp8 drawn, {scales}", mean_and_worst(faster(its, peers=[peer]))
+        if scales == "one scale":
+            yield "fp8 drawn, worst", worst_of(its, peers=[peer])
+    found = summary.problems("h100_rmsnorm_quantize")
+    yield "rmsnorm_quantize", mean_and_worst(faster(rows_between(found, 4096, sys.maxsize), peers=["copy"]))
+    yield "rmsnorm_quantize, few", mean_and_worst(faster(rows_between(found, 64, 1024), peers=["copy"]))
     found = [p for p in summary.problems("h100_quantize") if p.extents[0] > 64]
     yield "quantize", mean_and_worst(faster([p for p in found if "both" not in p.shape]))
     yield "quantize both", mean_and_worst(faster([p for p in found if "both" in p.shape]))
@@ -98,11 +125,40 @@ def of_rows():
         for name, ops in names.items():
             found = [p for p in summary.problems(f"h100_{run}_random") if p.op in ops]
             odd = [p for p in found if p.extents[1] % 8]
+            beside_quack = [p for p in found if "quack" in p.us]
+            if beside_quack:
+                yield f"{name}, quack", mean_and_worst(faster(beside_quack, peers=["quack"]))
             yield f"{name}, whole", mean_and_worst(faster([p for p in found if p not in odd], peers=["torch"]))
             yield f"{name}, odd", mean_and_worst(faster(odd, peers=["torch"]))
     found = summary.problems("h100_fold")
     yield "fold", mean_and_worst(faster(found))
     yield "fold, tree", mean_and_worst(faster(found, "pydet, tree"))
+
+
+def of_head():
+    """The head and its loss in bf16, at four shapes of published models."""
+    found = summary.problems("h100_head")
+    for name, op, ours, peer in (
+        ("at once", "head and loss", "pydet, at once", "three torch.mm"),
+        ("at once, stock", "head and loss", "pydet, at once", "stock, loss in fp32"),
+        ("in fp32", "head and loss", "pydet, at once, dw in fp32", "three torch.mm"),
+        ("made again", "head and loss", "pydet", "four torch.mm"),
+        ("forward", "head, log_prob", "pydet", "one torch.mm"),
+        ("forward with the entropy", "head, log_prob", "pydet, with the entropy", "stock, with the entropy"),
+        ("policy", "head, policy", "pydet", "stock"),
+    ):
+        yield f"head, {name}", mean_and_worst(faster([p for p in found if p.op == op], ours, [peer]))
+    dx = summary.problems("h100_head_dx")
+    few, some, many = (rows_between(dx, *ends) for ends in ((1, 64), (128, 256), (512, 8192)))
+    yield "head, dx", ", ".join(mean_and_worst(faster(its)) for its in (few, some, many))
+    mb = {(row["op"], row["shape"], row["variant"]): row["MB"] for row in summary.rows("h100_head_memory")}
+    of_loss = [mb["head and loss", "8192 x 4096 x 128256", name] for name in (
+        "pydet, at once", "pydet, at once, dw in fp32", "stock, loss in fp32")]  # fmt: skip
+    yield "head, GB", ", ".join(f"{x / 1e3:.1f}" for x in of_loss)
+    of_policy = [mb["head, policy", "8192 x 4096 x 128256", name] for name in ("pydet", "stock")]
+    yield "head, policy, GB", ", ".join(f"{x / 1e3:.1f}" for x in of_policy)
+    sampled = faster(summary.problems("h100_sample"))
+    yield "sample", mean_and_worst(sampled)
 
 
 def of_attention():
@@ -192,7 +248,7 @@ def of_ranks():
         yield f"{ranks} ranks: results", f"{bits['elements']:,}"
         yield f"{ranks} ranks: fp32 sums", f"{bits['controls']['all_reduce of fp32 sums']:,}"
         yield f"{ranks} ranks: rounded sums", f"{bits['controls']['all_reduce, rounded']:,}"
-    for ranks, run in ((2, "h200x2"), (4, "h100x4"), (8, "h100x8")):
+    for ranks, run in ((2, "h200x2-rows"), (4, "h100x4"), (8, "h100x8")):
         rows = [row for row in summary.rows(f"{run}_distributed") if row["part"] == "row"]
         for n, k in {(row["n"], row["k"]): None for row in rows}:
             here = {row["m"]: row for row in rows if (row["n"], row["k"]) == (n, k)}
@@ -250,6 +306,7 @@ def figures():
         of_products,
         of_groups_and_fp8,
         of_rows,
+        of_head,
         of_attention,
         of_calls_and_cpu,
         of_training,
@@ -274,9 +331,11 @@ CAPTION = (
 QUOTES = {
     "README.md": [
         CAPTION,
-        "On an H100, release {release of the H100}, in 16 bits",
-        "| 300 products of published models, drawn at random | cuBLAS | {drawn} |",
-        "| of these, 1 to 64 rows; 513 to 8192 rows | cuBLAS | {forward 1 to 64}; {forward 513 to 8192} |",
+        "On an H100, release {release of the H100}, in 16 bits where a line says nothing else",
+        "| products of models that no table of tiles was fitted to, drawn at random | cuBLAS | {drawn} |",
+        "| of these, 1 to 64 rows; 2049 to 8192 rows | cuBLAS | {forward 1 to 64}; {forward 2049 to 8192} |",
+        "| rows that lie at no multiple of 16 bytes (K = 3420) | cuBLAS | {drawn, odd rows} |",
+        "| a policy's loss: log-probabilities, entropy, gradients of the head | PyTorch | {head, policy} |",
         "| experts' groups of tokens | `torch._grouped_mm` | {groups} |",
         "| fp8 by blocks, 512 rows and more; few rows | cuBLASLt | {fp8, blocks}; {fp8 few rows, blocks} |",
         "| attention of whole sequences; its gradients | cuDNN | {attention, cudnn}; {attention gradients, cudnn} |",
@@ -284,7 +343,7 @@ QUOTES = {
         "| decoding | cuDNN; PyTorch's flash | {decode, cudnn}; {decode, flash} |",
         "| RMSNorm, forward; backward | the fastest of PyTorch, quack, Liger | {rmsnorm, the fastest}; "
         "{rmsnorm gradients, the fastest} |",
-        "| fp32 products on two cores of an AMD EPYC (Zen 5) | NumPy's OpenBLAS | {cpu gemm, 2} |",
+        "| fp32 products on two cores of an AMD EPYC (Zen 5), release 0.1.0 | NumPy's OpenBLAS | {cpu gemm, 2} |",
         "a training step of four layers of Llama at 8B width takes {models: pydet step} ms, stock {models: stock step}",
     ],
     "docs/neighbours.md": ["A plain Triton product has {Triton} of cuBLAS's speed in our results."],
@@ -329,8 +388,14 @@ QUOTES = {
         "| a call on 4x4 arrays with `out=` | NumPy {cpu call, NumPy} us, torch {cpu call, torch} us "
         "(torch.mm {cpu call, torch.mm}) | |",
         "On an H100, release {release of the H100}, `python -m bench.cuda`",
-        "beside cuBLAS: all; 5th percentile {drawn, 5th percentile} | {drawn} |",
-        "1 to 64 rows, 129 to 512, 513 to 8192 | {forward 1 to 64}, {forward 129 to 512}, {forward 513 to 8192} |",
+        "beside cuBLAS: rows at multiples of 16 bytes; 5th percentile {drawn, 5th percentile} | {drawn} |",
+        "| **the same: other rows** (K or N of 1156, 3420; worst above 128 rows: {worst odd rows}) | "
+        "{drawn, odd rows} |",
+        "| forward: 1 to 64 rows, 65 to 128, 129 to 512 | {forward 1 to 64}, {forward 65 to 128}, "
+        "{forward 129 to 512} |",
+        "| **forward: 513 to 2048 rows, 2049 to 8192** | {forward 513 to 2048}, {forward 2049 to 8192} |",
+        "| forward, sums over no whole 64 (K = 4304, 1712, 200) | {sums over no whole 64} |",
+        "| 513 rows and more at the card's power limit, all directions (worst: {sustained, worst}) | {sustained} |",
         "| of these, dA: 1 to 128 rows, more; dB | {dA few}, {dA many}; {dB} |",
         "| of these, results in fp32; **tiles with `k_chunk` of 1024** | {fp32 results}; {chunks} |",
         "| few rows on constant weights, beside cuBLAS: 1 to 64, 128 | {few rows}, {128 rows} |",
@@ -339,23 +404,37 @@ QUOTES = {
         "with fast accumulation: by blocks, by rows | {fp8 groups, blocks}, {fp8 groups, rows} |",
         "512 rows and more: by blocks, by rows, one scale | {fp8, blocks}, {fp8, rows}, {fp8, one scale} |",
         "| up to 128 rows: by blocks, by rows | {fp8 few rows, blocks}, {fp8 few rows, rows} |",
+        "| drawn at random, 1 to 8192 rows: by blocks, by rows, **one scale** (worst: {fp8 drawn, worst}) | "
+        "{fp8 drawn, blocks}, {fp8 drawn, rows}, {fp8 drawn, one scale} |",
         "by blocks beside DeepGEMM**: 512 rows and more, up to 128 | {DeepGEMM}, {DeepGEMM few rows} |",
         "of the speed of a copy: alone, with the transposed copy | {quantize}, {quantize both} |",
+        "| RMSNorm and `quantize` in one pass, of the speed of a copy: 4096 rows and more, 64 to 1024 | "
+        "{rmsnorm_quantize}, {rmsnorm_quantize, few} |",
+        "| the head and its loss beside three products of cuBLAS: at once, with dw in fp32 | {head, at once}, "
+        "{head, in fp32} |",
+        "| by autograd, logits made again, beside four products | {head, made again} |",
+        "| the same at once beside PyTorch's, loss in fp32 | {head, at once, stock} |",
+        "| log-probabilities alone beside one product; with the entropy beside PyTorch's | {head, forward}; "
+        "{head, forward with the entropy} |",
+        "| a policy's loss with a temperature and its entropy, forward and backward, beside PyTorch's | "
+        "{head, policy} |",
+        "| the head's dx beside cuBLAS: 1 to 64 rows, **128 and 256**, 512 and more | {head, dx} |",
+        "| GB of 8192 x 4096 x 128256: at once, with dw in fp32, PyTorch's; a policy's, PyTorch's | {head, GB}; "
+        "{head, policy, GB} |",
+        "| `sample`, with and without filters, beside `torch.multinomial` after PyTorch's own | {sample} |",
         "forward and backward, of the speed of a copy | {rmsnorm, a copy}, {rmsnorm gradients, a copy} |",
         "PyTorch, quack and Liger | {rmsnorm, the fastest}, {rmsnorm gradients, the fastest} |",
         "| RMSNorm at random sizes beside quack, forward, backward | {rmsnorm, quack}, {rmsnorm gradients, quack} |",
         "| RMSNorm at random sizes beside PyTorch, forward, backward: rows of whole pieces of 16 bytes | "
         "{rmsnorm, whole}, {rmsnorm gradients, whole} |",
-        "| **the same: other rows** (worst: 191379x2300, since {rmsnorm 191379x2300}; 8x319) | "
-        "{rmsnorm, odd}, {rmsnorm gradients, odd} |",
+        "| RMSNorm, other rows | {rmsnorm, odd}, {rmsnorm gradients, odd} |",
         "| LayerNorm at random sizes beside PyTorch, forward, backward: rows of whole pieces of 16 bytes | "
         "{layernorm, whole}, {layernorm gradients, whole} |",
-        "(17 and 14 sizes; worst: 191379x2300, since {layernorm 191379x2300}; 8x319) | "
-        "{layernorm, odd}, {layernorm gradients, odd} |",
-        "forward, gradients; softmax likewise | {layernorm, quack}, {layernorm gradients, quack}; {softmax, quack}, "
-        "{softmax gradients, quack} |",
+        "| LayerNorm, other rows | {layernorm, odd}, {layernorm gradients, odd} |",
+        "| LayerNorm at random sizes beside quack, forward, backward; softmax likewise | {layernorm, quack}, "
+        "{layernorm gradients, quack}; {softmax, quack}, {softmax gradients, quack} |",
         "rows of whole pieces of 16 bytes | {log_prob, whole}; {softmax, whole}; {softmax gradients, whole} |",
-        "(worst: 2083x61534, 39647x130) | {log_prob, odd}; {softmax, odd}; {softmax gradients, odd} |",
+        "| softmax, other rows | {log_prob, odd}; {softmax, odd}; {softmax gradients, odd} |",
         "beside `torch.sum` over them: in order, as a tree | {fold}, {fold, tree} |",
         "| host time of a call with `out=` | {a call} us (torch.mm {a call of torch.mm}) |",
         "fill less than half of the GPU | cuBLAS | 512x512x2048: {ieee 512x512x2048} |",
@@ -370,8 +449,8 @@ QUOTES = {
         "{PyTorch: exact step} ms not. Decoding 1, 3 and 64 sequences: {decoding} of PyTorch's tokens a second.",
     ],
     "docs/faq.md": [
-        "it is as fast as cuBLAS, {drawn, mean} times in the mean",
-        "and slowest ({drawn, worst}) where few outputs have long sums",
+        "it is {drawn, mean} times as fast as cuBLAS in the mean",
+        "{drawn, worst} at worst",
     ],
     "docs/index.md": [CAPTION],
     "docs/rl.md": [
