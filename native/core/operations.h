@@ -36,7 +36,7 @@ using AllOperations =
     Operations<Gemm, ScaledGemm, Quantize, RmsNorm, RmsNormBackward, Softmax, SoftmaxBackward, GroupedGemm, Fold,
                LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
                ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d,
-               LinearLogProb, HeadRows, RotaryTable, Rotary, SelectiveScanBackward, GatedDeltaBackward, CausalConv1dBackward,
-               RmsNormQuantize>;
+               LinearLogProb, HeadRows, RotaryTable, Rotary, SelectiveScanBackward, GatedDeltaBackward,
+               CausalConv1dBackward, RmsNormQuantize>;
 
 }  // namespace pydet
