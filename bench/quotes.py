@@ -454,6 +454,7 @@ QUOTES = {
     ],
     "docs/index.md": [CAPTION],
     "docs/rl.md": [
+        "take {head, policy} times as long in PyTorch, forward and backward; the largest takes {head, policy, GB} GB",
         "Sampling was {decoding} times as fast as PyTorch's",
         "A training step takes {converted: step} ms (PyTorch: {PyTorch: step}), one in four micro-batches "
         "{converted: step in four} ({PyTorch: step in four})",
