@@ -1,6 +1,8 @@
-"""What an NVIDIA GPU's clock and power are while it works, by NVML."""
+"""What an NVIDIA GPU's clock and power are while it works, by NVML, and work that goes on until they have settled."""
 
 import ctypes
+import statistics
+import time
 
 import torch
 
@@ -26,3 +28,21 @@ class Meter:
     def joules(self):
         """Since the driver was loaded."""
         return self.read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong()) / 1e3
+
+
+def sustained(graph, replays, meter):
+    """(seconds of a replay, MHz, W) of the last two thirds of so many."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    settled = replays // 3
+    for i in range(replays):
+        if i == settled:
+            begin.record()
+        graph.replay()
+    end.record()
+    begin.synchronize()
+    clocks, start, joules = [], time.perf_counter(), meter.joules()
+    while not end.query():
+        clocks.append(meter.mhz())
+        time.sleep(0.005)
+    watts = (meter.joules() - joules) / (time.perf_counter() - start)
+    return begin.elapsed_time(end) / 1e3 / (replays - settled), statistics.fmean(clocks or [meter.mhz()]), watts

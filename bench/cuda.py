@@ -40,7 +40,7 @@ from bench import (
     model_shapes,
     plot,
 )
-from bench.card import Meter
+from bench.card import Meter, sustained
 from bench.cuda_norms import copying, normal, sets_of
 from bench.harness import Row, Variant
 
@@ -152,24 +152,8 @@ class Sustained(Cuda):
     def take(self, calls, count):
         graph = self.graph(calls, count)
         replays = max(3, round(self.seconds / (self.sample(calls, count) * count)))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        settled = replays // 3
-        for i in range(replays):
-            if i == settled:
-                begin.record()
-            graph.replay()
-        end.record()
-        begin.synchronize()
-        clocks, start, joules = [], time.perf_counter(), self.meter.joules()
-        while not end.query():
-            clocks.append(self.meter.mhz())
-            time.sleep(0.005)
-        watts = (self.meter.joules() - joules) / (time.perf_counter() - start)
-        clocks = clocks or [self.meter.mhz()]
-        return begin.elapsed_time(end) / 1e3 / (count * (replays - settled)), {
-            "mhz": round(statistics.fmean(clocks)),
-            "watts": round(watts),
-        }
+        seconds, mhz, watts = sustained(graph, replays, self.meter)
+        return seconds / count, {"mhz": round(mhz), "watts": round(watts)}
 
 
 # ---- A plain product in Triton -------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import sm90_fit
 
 import pydet
 from bench import model_shapes
-from bench.card import Meter
+from bench.card import Meter, sustained
 from bench.cuda import normal, sets_of
 
 SAMPLES = 5
@@ -63,24 +63,6 @@ class Timer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / count
-
-
-def sustained(graph, count, us, seconds, clock):
-    """Microseconds a call, and MHz, of the last two thirds of so many seconds."""
-    replays = max(3, round(seconds * 1e6 / (us * count)))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before = replays // 3
-    for i in range(replays):
-        if i == before:
-            begin.record()
-        graph.replay()
-    end.record()
-    begin.synchronize()
-    clocks = []
-    while not end.query():
-        clocks.append(clock())
-        time.sleep(0.005)
-    return begin.elapsed_time(end) * 1e3 / (count * (replays - before)), statistics.fmean(clocks or [clock()])
 
 
 def operands(problem, make=normal):
@@ -122,7 +104,7 @@ def near(problem, kernels, within, also):
     return [name for name in kernels if name not in times or name in named or times[name] <= within * least]
 
 
-def measure(timer, problem, kernels, seconds=0, clock=None):
+def measure(timer, problem, kernels, seconds=0, meter=None):
     sets = [operands(problem)]
     sets += [operands(problem) for _ in range(sets_of(sum(t.numel() * 2 for t in sets[0]), 16) - 1)]
     told = {"out_dtype": torch.float32} if problem.out == "fp32" else {}
@@ -159,7 +141,9 @@ def measure(timer, problem, kernels, seconds=0, clock=None):
         turns, more["short_us"] = {name: [] for name in names}, {name: round(us, 3) for name, us in found.items()}
         for _ in range(2):
             for name in random.sample(names, len(names)):
-                turns[name].append(sustained(graphs[name], count, found[name], seconds, clock))
+                replays = max(3, round(seconds * 1e6 / (found[name] * count)))
+                took, mhz, _ = sustained(graphs[name], replays, meter)
+                turns[name].append((took * 1e6 / count, mhz))
         found = {name: statistics.fmean(us for us, _ in its) for name, its in turns.items()}
         more["mhz"] = {name: round(statistics.fmean(mhz for _, mhz in its)) for name, its in turns.items()}
     a, b, _ = sets[0]
@@ -218,14 +202,14 @@ def main():
     drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK]
     if options.handed_over:
         drawn = (p for p in drawn if choice(p).endswith("_handover"))
-    timer, start, clock = Timer(), time.monotonic(), Meter().mhz if options.sustained else None
+    timer, start, meter = Timer(), time.monotonic(), Meter() if options.sustained else None
     with options.out.open("w") as out:
         for done, problem in enumerate(itertools.islice(drawn, options.problems)):
             if time.monotonic() - start > options.seconds:
                 print(f"stopped after {done} problems")
                 break
             timed = near(problem, kernels, options.within, options.also) if options.within < math.inf else kernels
-            print(json.dumps(measure(timer, problem, timed, options.sustained, clock)), file=out, flush=True)
+            print(json.dumps(measure(timer, problem, timed, options.sustained, meter)), file=out, flush=True)
 
 
 if __name__ == "__main__":
