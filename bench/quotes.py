@@ -34,7 +34,7 @@ def faster(problems, variant="pydet", peers=()):
 
 def worst_of(problems, variant="pydet", peers=()):
     worst = min(problems, key=lambda p: faster([p], variant, peers)[0])
-    return f"{worst.shape.replace(' x ', 'x')}: {faster([worst], variant, peers)[0]:.2f}"
+    return f"{'x'.join(map(str, worst.extents))}: {faster([worst], variant, peers)[0]:.2f}"
 
 
 def in_whole_pieces(problem):
@@ -157,8 +157,12 @@ def of_head():
     yield "head, GB", ", ".join(f"{x / 1e3:.1f}" for x in of_loss)
     of_policy = [mb["head, policy", "8192 x 4096 x 128256", name] for name in ("pydet", "stock")]
     yield "head, policy, GB", ", ".join(f"{x / 1e3:.1f}" for x in of_policy)
-    sampled = faster(summary.problems("h100_sample"))
-    yield "sample", mean_and_worst(sampled)
+    yield "sample", mean_and_worst(faster(summary.problems("h100_sample")))
+    tables = summary.problems("h100_embedding_random")
+    for op in ("embedding", "embedding backward", "embedding backward, continued"):
+        its = [p for p in tables if p.op == op]
+        yield op, mean_and_worst(faster(its))
+        yield f"{op}, worst", worst_of(its)
 
 
 def of_attention():
@@ -422,6 +426,10 @@ QUOTES = {
         "| GB of 8192 x 4096 x 128256: at once, with dw in fp32, PyTorch's; a policy's, PyTorch's | {head, GB}; "
         "{head, policy, GB} |",
         "| `sample`, with and without filters, beside `torch.multinomial` after PyTorch's own | {sample} |",
+        "| rows of tables; **their gradients; the same continued** beside `index_add_`, whose atomics have no order | "
+        "{embedding}; {embedding backward}; {embedding backward, continued} |",
+        "| gradients of tables by many tokens (tokens, columns, rows) | PyTorch's atomics | "
+        "{embedding backward, worst} |",
         "forward and backward, of the speed of a copy | {rmsnorm, a copy}, {rmsnorm gradients, a copy} |",
         "PyTorch, quack and Liger | {rmsnorm, the fastest}, {rmsnorm gradients, the fastest} |",
         "| RMSNorm at random sizes beside quack, forward, backward | {rmsnorm, quack}, {rmsnorm gradients, quack} |",
