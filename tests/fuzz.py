@@ -1386,6 +1386,8 @@ def mutate_options(rng, call):
             given.workspace, given.workspace_size = given.workspace + shift, given.workspace_size - shift
     elif name == "logits":
         given.logits = rng.choice([*TYPES_IN_C.values(), (0, 8, 1), (2, 64, 1), (2, 32, 4), (0, 0, 1)])
+    elif name in ("entropy", "lse", "mean", "greedy"):  # of no shape that rows have
+        setattr(given, name, pointer(call.inputs["x"]))
     elif name == "workspace_size":
         given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
     elif name in ("eps", "weight_offset", "scale", "softcap", "temperature", "top_p", "min_p"):

@@ -19,6 +19,7 @@ class Rows(NamedTuple):
     greedy: np.ndarray
 
 
+@np.errstate(all="ignore")
 def read(z, softcap, temperature, functions=pydet):
     """(v, z / C): in fp32."""
     v, over_cap = z.astype(F32), None
@@ -58,6 +59,7 @@ def asked(z, index, softcap=None, temperature=1.0, functions=pydet):
     return Rows(functions.log_prob(v, index), *map(canonical, (entropy_of(v, functions), lse, mean)), greedy)
 
 
+@np.errstate(all="ignore")
 def gradient(z, index, by, dtype, softcap=None, temperature=1.0, functions=pydet):
     """d in dtype; by: the gradients by log_prob, entropy, lse and mean, None for none."""
     of_log_prob, of_entropy, of_lse, of_mean = by

@@ -71,18 +71,22 @@ __attribute__((noinline)) static void run_embedding(const pydet_tensor *x, int64
   else call.status = pydet_embedding_backward(NULL, x, &ids, y, &options);
 }
 
-/* It has no kernel of its own: beside each of topk, of whichever instruction set its steps are. */
+/* Beside each of topk, of whichever instruction set its steps are; and by each of head_rows. */
 __attribute__((noinline)) static void run_head(int64_t *of_rows) {
   const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1}, whole = {PYDET_INT, 64, 1};
   int64_t of_x[] = {call.m, call.k}, of_w[] = {call.n, call.k}, of_columns[] = {call.n};
-  pydet_linear_log_prob_options options = {sizeof options, PYDET_AUTO, 0,    {0, 0, 0}, 0, NULL, 0, 0, 0,
-                                           NULL,           NULL,       NULL, NULL,      0};
+  pydet_linear_log_prob_options options = {sizeof options, PYDET_AUTO, 0,    {0, 0, 0}, 0,    NULL, 0, 0, 0,
+                                           NULL,           NULL,       NULL, NULL,      NULL, 0};
   pydet_tensor x = tensor(a, 2, of_x, NULL, call.dtype), w = tensor(b, 2, of_w, NULL, call.dtype);
   pydet_tensor index = tensor(b, 1, of_rows, NULL, whole), given = tensor(b, 1, of_rows, NULL, fp32);
   pydet_tensor dx = tensor(c, 2, of_x, NULL, call.dtype), dw = tensor(workspace, 2, of_w, NULL, fp32);
   pydet_tensor dbias = tensor(bias, 1, of_columns, NULL, fp32), made = tensor(bias + kMost / 2, 1, of_rows, NULL, fp32);
   if (call.transposed && call.dtype.bits == 16) options.arithmetic = PYDET_SM90, options.logits = fp32;
   options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+  if (!strcmp(call.operation, "head_rows")) {
+    options.kernel = call.kernel, options.softcap = 2.0f, options.temperature = 0.5f;
+    options.entropy = options.lse = options.mean = &given;
+  }
   call.status = pydet_linear_log_prob_backward(NULL, &given, &x, &w, NULL, &index, &made, &dx, &dw, &dbias, &options);
 }
 
@@ -282,6 +286,8 @@ static void run(void) {
     } else if (!strcmp(call.operation, "topk")) {
       run_topk(&x, &y);
       if (call.status == PYDET_OK) run_head(of_rows);
+    } else if (!strcmp(call.operation, "head_rows")) {
+      run_head(of_rows);
     } else if (!strncmp(call.operation, "embedding", 9)) {
       run_embedding(&x, of_rows, &y);
     } else if (!strncmp(call.operation, "rotary", 6)) {

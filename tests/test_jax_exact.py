@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from pydet.jax import exact
-from test_jax import device, jax, jnp, same  # noqa: F401
+from test_jax import device, jax, jnp, pj, same  # noqa: F401
+
+exact = pj.exact
 
 OPERATIONS = {"add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide}
 CORNERS = [0, 1, 2, 3, 0x7FFFFF, 0x800000, 0x800001, 0x34000000, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x40000000,

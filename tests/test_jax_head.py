@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import pydet
-from pydet.jax import exact
 from test_jax import arithmetic, device, dtype, jax, jnp, normal, pj, same, vjp  # noqa: F401
+
+exact = pj.exact
 
 
 def problem(rows, n, k, dtype):

@@ -263,6 +263,20 @@ def every_kernel():
                     inputs = (dy, x) if kernel.operation.endswith("backward") else (x,)
                     yield function, [*map(tensor, inputs), tensor(y)], chosen, [y]
                     continue
+                if kernel.operation == "head_rows":
+                    weight, index, outs = values(n, 8, dtype=dtype), np.arange(m), [values(m) for _ in range(4)]
+                    workspace = np.zeros(m * n * 4 + 2048, np.uint8)
+                    chosen = options(
+                        "pydet_linear_log_prob_options", kernel=kernel.name, softcap=2, temperature=0.5, arithmetic=1
+                    )
+                    more = [tensor(out) for out in outs[1:]]
+                    chosen.entropy, chosen.lse, chosen.mean = (t.c for t in more)
+                    _alive[chosen] = _alive[chosen], more, workspace
+                    chosen.workspace = ffi.cast("void *", workspace.ctypes.data)
+                    chosen.workspace_size = workspace.nbytes
+                    given = list(map(tensor, (values(m, 8, dtype=dtype), weight)))
+                    yield lib.pydet_linear_log_prob, [*given, None, tensor(index), tensor(outs[0])], chosen, outs
+                    continue
                 if kernel.operation.startswith("activation"):
                     chosen = options("pydet_activation_options", kernel=kernel.name, kind=n % 8)
                     function, more = getattr(lib, f"pydet_{kernel.operation}"), values(m, n, dtype=dtype)

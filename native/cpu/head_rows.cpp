@@ -36,17 +36,46 @@ struct HeadRow {
       body(j, count);
     });
   }
-  // rowsum of one(i) and other(i) of the elements of pieces.
-  template <class Make> float sum(RowSum &lanes, const Make &make) {
-    alignas(64) float first[kPiece], second[kPiece];
+  // rowsum of what make(v, first, second) makes of each element. Passes are functions of their own, so that their stacks do
+  // not add up.
+  template <class Make> __attribute__((noinline)) float sum(RowSum &lanes, const Make &make) {
     lanes.clear(p.n);
     walk([&](int64_t j, int64_t count) {
-      for (int i = 0; i < kPiece; ++i) make(i, first[i], second[i]);
-      along(count, [&](int64_t i, auto like) {
-        lanes.add(j + i, get<Partial>(first + i, like), get<Partial>(second + i, like));
-      });
+      for (int i = 0; i < kPiece; ++i) {
+        float first, second;
+        make(v.x[i], first, second);
+        z.x[i] = first, v.x[i] = second;
+      }
+      along(count,
+            [&](int64_t i, auto like) { lanes.add(j + i, get<Partial>(z.x + i, like), get<Partial>(v.x + i, like)); });
     });
     return lanes.joined(p.n);
+  }
+  // The largest number; a NaN has no say in it, and is the greedy column's.
+  __attribute__((noinline)) float most() {
+    float max = -INFINITY;
+    int64_t greedy = 0, nan = -1;
+    walk([&](int64_t j, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        if (v.x[i] > max) max = v.x[i], greedy = j + i;
+        if (v.x[i] != v.x[i] && nan < 0) nan = j + i;
+      }
+    });
+    if (p.asked.greedy) ((int64_t *)p.asked.greedy)[r] = nan < 0 ? greedy : nan;
+    return max + 0.0f;  // which zero is the largest would depend on the order
+  }
+  __attribute__((noinline)) void write_gradient(const KnownRow &known) {
+    char *const y = pydet::row(p.y, p.rows, r);
+    walk([&](int64_t j, int64_t count) {
+      for (int i = 0; i < kPiece; ++i) {
+        const float probability = exp_f32(v.x[i] - known.max) / known.sum;
+        z.x[i] = logit_gradient(p.asked, known, j + i, z.x[i], v.x[i], probability);
+      }
+      z.round(p.x.type);
+      int64_t within = j;
+      char *const to = place(y, within);
+      z.store(p.y.type, to, within, count);
+    });
   }
   float read(int64_t j) const {
     char *const from = place(x, j);
@@ -65,48 +94,28 @@ void head_row(const HeadRows &p, int64_t r, RowSum &lanes) {
   KnownRow known = {};
   known.index = index >= 0 && index < p.n ? index : -1;
 
-  float max = -INFINITY;
-  int64_t greedy = 0, nan = -1;
-  row.walk([&](int64_t j, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      const float v = row.v.x[i];
-      if (v > max) max = v, greedy = j + i;
-      if (v != v && nan < 0) nan = j + i;
-    }
-  });
-  known.max = max + 0.0f;
-  if (asked.greedy) ((int64_t *)asked.greedy)[r] = nan < 0 ? greedy : nan;
-
-  const auto &v = row.v.x;
-  const auto exp_of = [&](int i) { return exp_f32(v[i] - known.max); };
-  known.sum = row.sum(lanes, [&](int i, float &e, float &one) { e = exp_of(i), one = 1.0f; });
+  known.max = row.most();
+  const auto exp_of = [&](float v) { return exp_f32(v - known.max); };
+  known.sum = row.sum(lanes, [&](float v, float &e, float &one) { e = exp_of(v), one = 1.0f; });
   known.log_sum = log_f32(known.sum);
   if (p.log_prob.data)
     row.put(p.log_prob, known.index < 0 ? float_of(kNanF32) : (row.read(known.index) - known.max) - known.log_sum);
   if (asked.entropy.data)
-    known.entropy = 0.0f - row.sum(lanes, [&](int i, float &l, float &probability) {
-      l = logarithm_of(known, v[i]), probability = exp_of(i) / known.sum;
+    known.entropy = 0.0f - row.sum(lanes, [&](float v, float &l, float &probability) {
+      l = logarithm_of(known, v), probability = exp_of(v) / known.sum;
     });
   if (!p.backward) {
     row.put(asked.entropy, known.entropy);
     row.put(asked.lse, known.max + known.log_sum);
     if (asked.mean.data)
-      row.put(asked.mean, row.sum(lanes, [&](int i, float &x, float &one) { x = v[i], one = 1.0f; }) / float(p.n));
+      row.put(asked.mean, row.sum(lanes, [&](float v, float &x, float &one) { x = v, one = 1.0f; }) / float(p.n));
     return;
   }
   known.of_log_prob = row.given(p.dlog_prob);
   known.of_entropy = row.given(asked.entropy);
   known.of_lse = row.given(asked.lse);
   known.of_mean = row.given(asked.mean) / float(p.n);
-  char *const y = pydet::row(p.y, p.rows, r);
-  row.walk([&](int64_t j, int64_t count) {
-    for (int i = 0; i < kPiece; ++i)
-      row.z.x[i] = logit_gradient(asked, known, j + i, row.z.x[i], v[i], exp_of(i) / known.sum);
-    row.z.round(p.x.type);
-    int64_t within = j;
-    char *const to = row.place(y, within);
-    row.z.store(p.y.type, to, within, count);
-  });
+  row.write_gradient(known);
 }
 
 }  // namespace
