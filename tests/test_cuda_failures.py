@@ -233,6 +233,16 @@ def problems(operation, name, dtype):
         given = capi.options("pydet_sample_options", kernel=name[0], temperature=0.8, top_k=9, top_p=0.9)
         yield "pydet_sample", tensors([x, whole, whole, whole, one, one], dtype), given
         return
+    if operation == "head_rows":
+        room = np.zeros((1 << 18) + 256, np.uint8)
+        at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+        given = capi.options(
+            "pydet_linear_log_prob_options", kernel=name[0], arithmetic=1, workspace=at, workspace_size=1 << 18
+        )
+        capi._alive[given] = capi._alive[given], room
+        shapes = [(64, 32), (256, 32), None, ((64,), "int64"), ((64,), "float32")]
+        yield "pydet_linear_log_prob", tensors(shapes, dtype), given
+        return
     if operation == "topk":
         shapes = [(64, 256), (64, 9), ((64, 9), "int64")]
         yield "pydet_topk", tensors(shapes, dtype), capi.options("pydet_topk_options", kernel=name[0])

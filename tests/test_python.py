@@ -623,6 +623,17 @@ def with_floats():
     }
 
 
+def head_floats():
+    """The same of the head, whose temperature and softcap are from 2^-100 to 2^100."""
+    x, w, first = np.float32([[2]]), np.float32([[3], [1]]), np.zeros(1, np.int64)
+    forward = lambda name: lambda v: pydet.linear_log_prob(x, w, first, **{name: v}).item()
+    backward = lambda name: (
+        lambda v: pydet.linear_log_prob_backward(np.ones(1, "f"), x, w, first, **{name: v}).dx.item()
+    )
+    found = {("linear_log_prob", name): forward(name) for name in ("temperature", "softcap")}
+    return found | {("linear_log_prob_backward", name): backward(name) for name in ("temperature", "softcap")}
+
+
 @pytest.mark.parametrize("function, argument", with_floats())
 def test_floats_are_rounded_to_nearest_whatever_the_thread_has_set(function, argument):
     """A float in double precision becomes fp32 to nearest even, also under another rounding mode and flush-to-zero."""
@@ -677,14 +688,14 @@ def attention_floats():
     return found
 
 
-@pytest.mark.parametrize("function, argument", attention_floats())
-def test_floats_of_attention_are_rounded_to_nearest_whatever_the_thread_has_set(function, argument):
-    call = attention_floats()[function, argument]
+@pytest.mark.parametrize("function, argument", [*attention_floats(), *head_floats()])
+def test_floats_of_attention_and_the_head_are_rounded_to_nearest_whatever_the_thread_has_set(function, argument):
+    call = (attention_floats() | head_floats())[function, argument]
     with np.errstate(over="ignore"):
         pairs = [(number, float(np.float32(number))) for number in doubles() if 2.0**-99 < abs(number) < 2.0**99]
     pairs = [(abs(number), abs(single)) for number, single in pairs]
     want = [call(single) for _, single in pairs]
-    assert len(set(want)) > 10 and [call(number) for number, _ in pairs] == want
+    assert len(set(want)) > (5 if "linear" in function else 10) and [call(number) for number, _ in pairs] == want
     with unusual_float_environment():
         assert [call(number) for number, _ in pairs] == want
 
@@ -697,7 +708,7 @@ def test_every_float_is_tested():
             parameters = inspect.signature(thing).parameters.values()
             floats |= {(name, p.name) for p in parameters if p.annotation in ("float", float, "float | None")}
     audits = {pair for pair in floats if pair[0].startswith("audit_")}  # which hand them to these functions as they are
-    assert floats - audits == set(with_floats()) | set(attention_floats())
+    assert floats - audits == set(with_floats()) | set(attention_floats()) | set(head_floats())
     assert {(name.removeprefix("audit_"), argument) for name, argument in audits} <= set(with_floats())
 
 
