@@ -253,6 +253,19 @@ inline void linear_log_prob_backward(void *stream, const tensor &dlog_prob, cons
   call(pydet_linear_log_prob_backward, stream, dlog_prob.describe(), x.describe(), w.describe(), bias.describe(),
        index.describe(), log_prob.describe(), dx.describe(), dw.describe(), dbias.describe(), options);
 }
+inline void linear_cross_entropy(void *stream, const tensor &x, const tensor &w, const tensor &bias,
+                                 const tensor &target, const tensor &loss,
+                                 const pydet_linear_cross_entropy_options *options = nullptr) {
+  call(pydet_linear_cross_entropy, stream, x.describe(), w.describe(), bias.describe(), target.describe(),
+       loss.describe(), options);
+}
+inline void linear_cross_entropy_backward(void *stream, const tensor &dloss, const tensor &x, const tensor &w,
+                                          const tensor &bias, const tensor &target, const tensor &loss,
+                                          const tensor &dx, const tensor &dw, const tensor &dbias,
+                                          const pydet_linear_cross_entropy_options *options = nullptr) {
+  call(pydet_linear_cross_entropy_backward, stream, dloss.describe(), x.describe(), w.describe(), bias.describe(),
+       target.describe(), loss.describe(), dx.describe(), dw.describe(), dbias.describe(), options);
+}
 inline void topk(void *stream, const tensor &x, const tensor &values, const tensor &index,
                  const pydet_topk_options *options = nullptr) {
   call(pydet_topk, stream, x.describe(), values.describe(), index.describe(), options);

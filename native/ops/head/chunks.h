@@ -78,6 +78,14 @@ inline int64_t head_unit(const LinearLogProb &p) {
   return p.k_chunk ? p.k_chunk : kHeadCut;
 }
 
+// The caller's workspace holds less than the fewest rows that may be.
+inline pydet_status want_more_workspace(const char *op, const LinearLogProb &p, uint64_t given) {
+  const int64_t unit = head_unit(p), rows = std::min(unit, p.rows);
+  return fail(PYDET_WORKSPACE_TOO_SMALL,
+              "%s: workspace is %" PRIu64 " bytes, want at least %" PRIu64 " for %" PRId64 " row%s", op, given,
+              p.taken + head_bytes(p, rows), rows, unit == 1 ? "" : "s, where a sum over rows may be cut");
+}
+
 // Chunks as even as can be, in whole tiles where these fit.
 inline pydet_status head_chunks(const char *op, const LinearLogProb &p, OfProducts of_products, HeadChunks *chunks) {
   *chunks = {};
@@ -93,16 +101,13 @@ inline pydet_status head_chunks(const char *op, const LinearLogProb &p, OfProduc
     const bool fewer = rows == p.rows && left < rows;  // chunks where there would be one
     if (left >= std::min(unit, p.rows) && !fewer) rows = left, chunks->of_products = wanted;
   }
-  if (rows < std::min(unit, p.rows))
-    return fail(PYDET_WORKSPACE_TOO_SMALL,
-                "%s: workspace is %" PRIu64 " bytes, want at least %" PRIu64 " for %" PRId64 " row%s", op,
-                p.workspace_size, head_bytes(p, std::min(unit, p.rows)), std::min(unit, p.rows),
-                unit == 1 ? "" : "s, where a sum over rows may be cut");
+  if (rows < std::min(unit, p.rows)) return want_more_workspace(op, p, p.taken + p.workspace_size);
   for (const Matrix *sum : {&p.dw, &p.dbias})
     if (rows < p.rows && sum->data && sum->type != Type::f32)
       return fail(PYDET_WORKSPACE_TOO_SMALL,
                   "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " for all rows at once, or %s in float32, not %s",
-                  op, p.workspace_size, head_bytes(p, p.rows), sum == &p.dw ? "dw" : "dbias", type_name(sum->type));
+                  op, p.taken + p.workspace_size, p.taken + head_bytes(p, p.rows), sum == &p.dw ? "dw" : "dbias",
+                  type_name(sum->type));
   chunks->rows = rows;
   if (rows == p.rows) return PYDET_OK;
   int64_t whole = 0;
