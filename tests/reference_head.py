@@ -81,3 +81,56 @@ def gradient(z, index, by, dtype, softcap=None, temperature=1.0, functions=pydet
     if over_cap is not None:
         d = functions.activation_backward(d, over_cap, kind="tanh")
     return d.astype(z.dtype).astype(F32).astype(dtype)
+
+
+# ---- Losses ---------------------------------------------------------------------------------------------------------
+
+
+def _given(loss):
+    """(1 - E), E and Z in fp32, each None where it is not asked for."""
+    smoothing, z = loss.get("label_smoothing", 0.0), loss.get("z_loss", 0.0)
+    kept, smoothing = (F32(1.0 - smoothing), F32(smoothing)) if smoothing else (None, None)
+    return kept, smoothing, F32(z) if z else None
+
+
+@np.errstate(all="ignore")
+def losses(said, ignored, **loss):
+    """Of each row, of what `asked` says."""
+    kept, smoothing, z = _given(loss)
+    found = -said.log_prob
+    if kept is not None:
+        found = found * kept + (said.lse - said.mean) * smoothing
+    if z is not None:
+        found = found + (said.lse * said.lse) * z
+    return canonical(np.where(ignored, F32(0), found))
+
+
+@np.errstate(all="ignore")
+def reduced(found, ignored, reduction):
+    """One row after the other, in chains of 256."""
+    if reduction == "none":
+        return found
+    total = F32(0)
+    for first in range(0, len(found), 256):
+        chain = F32(0)
+        for one in found[first : first + 256]:
+            chain = chain + one
+        total = total + chain
+    return canonical(total if reduction == "sum" else total / F32((~ignored).sum()))
+
+
+@np.errstate(all="ignore")
+def loss_gradients(given, said, ignored, reduction, **loss):
+    """By log_prob, entropy, lse and mean, where `given` is that by the loss."""
+    kept, smoothing, z = _given(loss)
+    each = np.broadcast_to(F32(given) if reduction != "mean" else F32(given) / F32((~ignored).sum()), ignored.shape)
+    each = np.where(ignored, F32(0), each)
+    of_lse = of_mean = None
+    if z is not None:
+        once = each * z * said.lse
+        of_lse = np.where(ignored, F32(0), once + once)
+    if kept is not None:
+        of_lse = each * smoothing if of_lse is None else of_lse + each * smoothing
+        of_mean = -(each * smoothing)
+        each = each * kept
+    return -each, None, of_lse, of_mean

@@ -254,8 +254,8 @@ pydet_status run_backward(const char *op, const Call &call) {
   const bool first = call.needs.asks_first(), makes_loss = call.needs.loss;
   if (!call.needs.gradients) return makes_loss ? run_forward(op, call) : nothing_to_write();
   PYDET_TRY(check_pass(op, call));
+  PYDET_TRY(check_step(op, call, gradients));  // first: it wants the larger workspace, of which a refusal tells
   if (first) PYDET_TRY(check_step(op, call, said));
-  PYDET_TRY(check_step(op, call, gradients));
   if (first) PYDET_TRY(run_step(op, call, said));
   PYDET_TRY(run_pass(call, makes_loss && first, true));
   PYDET_TRY(run_step(op, call, gradients));
@@ -291,8 +291,7 @@ pydet_status pydet_linear_cross_entropy_backward(void *stream, const pydet_tenso
   pydet_linear_cross_entropy_options options = {};
   PYDET_TRY(read_options(op, given, &options));
   Call call = {};
-  PYDET_TRY(
-      read_backward(op, stream, {x, w, bias, target, "target"}, dloss, loss, {dx, dw, dbias}, options, &call));
+  PYDET_TRY(read_backward(op, stream, {x, w, bias, target, "target"}, dloss, loss, {dx, dw, dbias}, options, &call));
   return run_backward(op, call);
 }
 

@@ -30,11 +30,11 @@ struct HeadLoss {
   Reduction reduction;
   int64_t ignore_index;
   Columns target;
-  Vector log_prob, lse, mean;       // what the head says
-  Vector loss;                      // made of it
-  Vector dloss;                     // given
-  Vector dlog_prob, dlse, dmean;    // made of it
-  char *index;                      // like target, made: target, or -1 where that is ignored
+  Vector log_prob, lse, mean;     // what the head says
+  Vector loss;                    // made of it
+  Vector dloss;                   // given
+  Vector dlog_prob, dlse, dmean;  // made of it
+  char *index;                    // like target, made: target, or -1 where that is ignored
 };
 
 template <> struct Operation<HeadLoss> {
@@ -45,7 +45,8 @@ template <> struct Operation<HeadLoss> {
 };
 
 PYDET_HD int64_t target_of(const HeadLoss &p, int64_t r) {
-  return p.target.wide ? static_cast<const int64_t *>(p.target.data)[r] : static_cast<const int32_t *>(p.target.data)[r];
+  return p.target.wide ? static_cast<const int64_t *>(p.target.data)[r]
+                       : static_cast<const int32_t *>(p.target.data)[r];
 }
 
 // Of a row that is not ignored.
