@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 
 import ml_dtypes
 import numpy as np
@@ -1842,15 +1841,6 @@ def expected_log_prob(call, before):
     return {"dx": reference.log_prob_backward(of_row.reshape(-1), rows, columns).reshape(x.shape)}
 
 
-ROWS_BY_STEPS = types.SimpleNamespace(
-    activation=reference_activation.activation,
-    activation_backward=reference_activation.activation_backward,
-    softmax=reference.softmax,
-    log_softmax=reference.log_softmax,
-    log_prob_backward=reference.log_prob_backward,
-)
-
-
 def expected_head(call, before):
     x, w, bias, index = before["x"], before["w"], before.get("bias"), before["index"]
     back, lead, rows = call.op.endswith("backward"), x.shape[:-1], x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -1875,13 +1865,13 @@ def expected_head(call, before):
     z = reference.gemm(rows, w.T, bias=bias, out_dtype=kinds[asked], **how)
     read = chosen(call, "softcap") or None, chosen(call, "temperature") or 1.0
     expect(all(x is None or 0 < x < math.inf for x in read), "read logits by", read)
-    v = reference_head.read(z, *read, ROWS_BY_STEPS)[0]
+    v = reference_head.read(z, *read, reference_head.STEPS)[0]
     made = {"log_prob": reference.log_prob(v, columns).reshape(lead)} if before.get("log_prob") is not None else {}
     if not back:
         return made
     accumulate = bool(chosen(call, "accumulate"))
     by = before["dlog_prob"].reshape(-1), None, None, None
-    d = reference_head.gradient(z, columns, by, x.dtype, *read, ROWS_BY_STEPS)
+    d = reference_head.gradient(z, columns, by, x.dtype, *read, reference_head.STEPS)
     ones = np.ones((1, len(rows)), x.dtype)
     for name, left, right in (("dx", d, w), ("dw", d.T, rows), ("dbias", ones, d)):
         old = before.get(name)

@@ -1,14 +1,32 @@
 """What is asked of rows of logits, and its gradient, by pydet's functions that are one step each, and single operations
 of NumPy between them (NUMERICS.md, "Head")."""
 
+import types
 from typing import NamedTuple
 
 import numpy as np
 
 import pydet
+import reference
+import reference_activation
 
 F32 = np.float32
 NAN = np.array(0x7FFFFFFF, np.uint32).view(F32)  # as results have it
+
+
+STEPS = types.SimpleNamespace(  # the same functions as NUMERICS.md has them, as loops
+    activation=reference_activation.activation,
+    activation_backward=reference_activation.activation_backward,
+    softmax=reference.softmax,
+    softmax_backward=reference.softmax_backward,
+    log_softmax=reference.log_softmax,
+    log_softmax_backward=lambda dy, y: reference.softmax_backward(dy, y, log=True),
+    log_prob=reference.log_prob,
+    log_prob_backward=reference.log_prob_backward,
+    skinny_gemm=reference.skinny_gemm,
+    gemm=reference.gemm,
+    gemm_db=reference.gemm_db,
+)
 
 
 class Rows(NamedTuple):
@@ -134,3 +152,23 @@ def loss_gradients(given, said, ignored, reduction, **loss):
         of_mean = -(each * smoothing)
         each = each * kept
     return -each, None, of_lse, of_mean
+
+
+def cross_entropy(
+    dloss, x, w, target, bias=None, ignore_index=-100, reduction="mean", dw=None, dbias=None, functions=pydet, **how
+):
+    """-> loss, dx, dw, dbias, the last two continued from what is given. dloss None is 1."""
+    rule = {name: how.pop(name) for name in ("label_smoothing", "z_loss") if name in how}
+    logits, read = how.pop("logits_dtype", None), [how.pop("softcap", None), how.pop("temperature", 1.0)]
+    ignored = target == ignore_index
+    index = np.where(ignored, -1, target)
+    z = functions.skinny_gemm(x, w, bias=bias, out_dtype=x.dtype if logits is None else logits, **how)
+    said = asked(z, index, *read, functions)
+    loss = reduced(losses(said, ignored, **rule), ignored, reduction)
+    by = loss_gradients(F32(1) if dloss is None else dloss, said, ignored, reduction, **rule)
+    d = gradient(z, index, by, x.dtype, *read, functions)
+    made = []
+    for left, right, sums in ((d, x, dw), (np.ones((len(x), 1), x.dtype), d, dbias)):
+        out = {} if sums is None else {"out": sums.copy().reshape(left.shape[1], -1), "accumulate": True}
+        made.append(functions.gemm_db(left, right, out_dtype=np.dtype(F32), **how, **out))
+    return np.asarray(loss, F32), functions.gemm(d, w, out_dtype=x.dtype, **how), made[0], made[1].reshape(-1)

@@ -14,6 +14,7 @@ import reference_head
 from capi import Tensor, ffi, lib
 from cases import DTYPES, data
 from conftest import threads, unusual_float_environment
+from reference_head import cross_entropy as steps
 from test_head import FIXED, OTHER_TYPES, row_bytes
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -35,27 +36,6 @@ def problem(rows, n, k, dtype, seed=0, index=np.int64, ignored=-100):
 
 def gradient_like(target, reduction, seed=7):
     return data("normal", target.shape, np.float32, seed) if reduction == "none" else np.float32(0.37).reshape(())
-
-
-def steps(dloss, x, w, target, bias=None, ignore_index=-100, reduction="mean", dw=None, dbias=None, **how):
-    """-> loss, dx, dw, dbias: the functions that are one step each, and single operations of NumPy."""
-    rule = {name: how.pop(name) for name in ("label_smoothing", "z_loss") if name in how}
-    logits, read = how.pop("logits_dtype", None), [how.pop("softcap", None), how.pop("temperature", 1.0)]
-    ignored = target == ignore_index
-    index = np.where(ignored, -1, target)
-    z = pydet.skinny_gemm(x, w, bias=bias, out_dtype=logits, **how)
-    said = reference_head.asked(z, index, *read)
-    loss = reference_head.reduced(reference_head.losses(said, ignored, **rule), ignored, reduction)
-    by = reference_head.loss_gradients(dloss, said, ignored, reduction, **rule)
-    d = reference_head.gradient(z, index, by, x.dtype, *read)
-    continues = {"out_dtype": "float32", **how}
-    ones = np.ones((len(x), 1), x.dtype)
-    more = [{} if sums is None else {"out": sums.copy(), "accumulate": True} for sums in (dw, dbias)]
-    if dbias is not None:
-        more[1]["out"] = more[1]["out"][None]
-    made_dw = pydet.gemm_db(d, x, **continues, **more[0])
-    made_dbias = pydet.gemm_db(ones, d, **continues, **more[1]).reshape(-1)
-    return np.asarray(loss, np.float32), pydet.gemm(d, w, **how), made_dw, made_dbias
 
 
 def check(dloss, x, w, target, what="", **how):
