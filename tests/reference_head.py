@@ -154,21 +154,31 @@ def loss_gradients(given, said, ignored, reduction, **loss):
     return -each, None, of_lse, of_mean
 
 
+class Losses(NamedTuple):
+    loss: np.ndarray
+    dx: np.ndarray
+    dw: np.ndarray
+    dbias: np.ndarray
+    lse: np.ndarray
+
+
 def cross_entropy(
-    dloss, x, w, target, bias=None, ignore_index=-100, reduction="mean", dw=None, dbias=None, functions=pydet, **how
-):
-    """-> loss, dx, dw, dbias, the last two continued from what is given. dloss None is 1."""
+    dloss, x, w, target, bias=None, ignore_index=-100, reduction="mean", lse=None, dtypes=(None, F32, F32),
+    dw=None, dbias=None, functions=pydet, **how,
+):  # fmt: skip
+    """dloss None is 1. lse, dw, dbias: what is known, and what sums over rows continue. dtypes: of dx, dw and dbias."""
     rule = {name: how.pop(name) for name in ("label_smoothing", "z_loss") if name in how}
     logits, read = how.pop("logits_dtype", None), [how.pop("softcap", None), how.pop("temperature", 1.0)]
     ignored = target == ignore_index
     index = np.where(ignored, -1, target)
     z = functions.skinny_gemm(x, w, bias=bias, out_dtype=x.dtype if logits is None else logits, **how)
-    said = asked(z, index, *read, functions)
+    found = asked(z, index, *read, functions)
+    said = found if lse is None else found._replace(lse=lse)
     loss = reduced(losses(said, ignored, **rule), ignored, reduction)
     by = loss_gradients(F32(1) if dloss is None else dloss, said, ignored, reduction, **rule)
     d = gradient(z, index, by, x.dtype, *read, functions)
-    made = []
-    for left, right, sums in ((d, x, dw), (np.ones((len(x), 1), x.dtype), d, dbias)):
+    made = [functions.gemm(d, w, out_dtype=np.dtype(dtypes[0] or x.dtype), **how)]
+    for left, right, sums, dtype in ((d, x, dw, dtypes[1]), (np.ones((len(x), 1), x.dtype), d, dbias, dtypes[2])):
         out = {} if sums is None else {"out": sums.copy().reshape(left.shape[1], -1), "accumulate": True}
-        made.append(functions.gemm_db(left, right, out_dtype=np.dtype(F32), **how, **out))
-    return np.asarray(loss, F32), functions.gemm(d, w, out_dtype=x.dtype, **how), made[0], made[1].reshape(-1)
+        made.append(functions.gemm_db(left, right, out_dtype=np.dtype(dtype), **how, **out))
+    return Losses(np.asarray(loss, F32), *made[:2], made[2].reshape(-1), found.lse)

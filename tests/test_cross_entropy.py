@@ -14,7 +14,6 @@ import reference_head
 from capi import Tensor, ffi, lib
 from cases import DTYPES, data
 from conftest import threads, unusual_float_environment
-from reference_head import cross_entropy as steps
 from test_head import FIXED, OTHER_TYPES, row_bytes
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -36,6 +35,11 @@ def problem(rows, n, k, dtype, seed=0, index=np.int64, ignored=-100):
 
 def gradient_like(target, reduction, seed=7):
     return data("normal", target.shape, np.float32, seed) if reduction == "none" else np.float32(0.37).reshape(())
+
+
+def steps(*given, **how):
+    """-> loss, dx, dw, dbias."""
+    return reference_head.cross_entropy(*given, **how)[:4]
 
 
 def check(dloss, x, w, target, what="", **how):
