@@ -359,6 +359,22 @@ def test_the_float_environment_of_the_caller_has_no_say():
         assert got.tobytes() == one.tobytes()
 
 
+def test_label_smoothing_is_a_double():
+    """1 less it is rounded once: of some it is another number than 1 less what it is rounded to."""
+    x, w, bias, target = problem(40, 50, 24, np.float32)
+    numbers = np.random.default_rng(1).uniform(0, 0.5, 4000)
+    twice = np.float32(1.0 - numbers) != np.float32(1.0 - np.float64(np.float32(numbers)))
+    for smoothing in map(float, numbers[twice][:5]):
+        once = steps(None, x, w, target, label_smoothing=smoothing, bias=bias, reduction="none")[0]
+        how = {"bias": bias, "reduction": "none"}
+        assert pydet.linear_cross_entropy(x, w, target, label_smoothing=smoothing, **how).tobytes() == once.tobytes()
+        single = pydet.linear_cross_entropy(x, w, target, label_smoothing=float(np.float32(smoothing)), **how)
+        assert single.tobytes() != once.tobytes()
+        with unusual_float_environment():
+            made = pydet.linear_cross_entropy(x, w, target, label_smoothing=smoothing, **how)
+        assert made.tobytes() == once.tobytes()
+
+
 # ---- In C --------------------------------------------------------------------------------------------------------
 
 OPTIONS = "pydet_linear_cross_entropy_options"

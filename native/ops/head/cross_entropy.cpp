@@ -109,9 +109,11 @@ uint64_t place(const Needs &needs, HeadLoss *loss, char *begin) {
 // ---- A call --------------------------------------------------------------------------------------------------------
 
 struct Call {
-  LinearLogProb head;
+  LinearLogProb head;  // the next of the head's steps
   HeadLoss loss;
   Needs needs;
+  bool writes_lse, accumulate;
+  char *dx, *dw, *dbias;
 };
 
 // One number, or where there is no reduction one a row.
@@ -158,7 +160,7 @@ __attribute__((noinline)) pydet_status read_forward(const char *op, void *stream
   PYDET_TRY(workspace_apart(inputs, options.workspace, options.workspace_size));
   PYDET_TRY(workspace_apart(outputs, options.workspace, options.workspace_size));
   call->needs = needs_of(call->loss, call->head.n, true, false, given.lse);
-  call->head.asked.lse = call->loss.lse;
+  call->writes_lse = given.lse;
   return share_workspace(op, call);
 }
 
@@ -186,6 +188,8 @@ __attribute__((noinline)) pydet_status read_backward(const char *op, void *strea
   PYDET_TRY(workspace_apart(inputs, options.workspace, options.workspace_size));
   PYDET_TRY(workspace_apart(outputs, options.workspace, options.workspace_size));
   PYDET_TRY(set_gradients(made, options.accumulate != 0, &call->head));
+  call->accumulate = call->head.accumulate;
+  call->dx = call->head.dx.data, call->dw = call->head.dw.data, call->dbias = call->head.dbias.data;
   const bool any = made.dx.present() || made.dw.present() || made.dbias.present();
   call->needs = needs_of(rows, call->head.n, loss_tensor, any, given.lse);
   return loss_tensor || any ? share_workspace(op, call) : PYDET_OK;
@@ -193,47 +197,37 @@ __attribute__((noinline)) pydet_status read_backward(const char *op, void *strea
 
 // ---- Its steps -----------------------------------------------------------------------------------------------------
 
-// What the head says: all that is to be known, and an lse that the caller asks for.
-LinearLogProb said(const Call &call) {
-  LinearLogProb head = call.head;
-  const Needs &needs = call.needs;
+// Has the call's head say all that is to be known, and an lse that the caller asks for. In its place: another problem would
+// be on the stack beside a kernel.
+void ask(Call *call) {
+  LinearLogProb &head = call->head;
+  const Needs &needs = call->needs;
   head.backward = head.accumulate = false;
-  head.dx = head.dw = head.dbias = {};
-  if (needs.loss) head.log_prob = call.loss.log_prob;
-  if (needs.lse && !needs.has_lse) head.asked.lse = call.loss.lse;
-  if (needs.mean) head.asked.mean = call.loss.mean;
-  return head;
+  head.dx.data = head.dw.data = head.dbias.data = nullptr;
+  head.index.data = call->loss.target.data;
+  head.dlog_prob = {};
+  head.log_prob = needs.loss ? call->loss.log_prob : Vector{};
+  head.asked.lse = call->writes_lse || (needs.lse && !needs.has_lse) ? call->loss.lse : Vector{};
+  head.asked.mean = needs.mean ? call->loss.mean : Vector{};
 }
 
-// The head's gradients by those of the loss; log_prob beside them, where it was not said before.
-LinearLogProb gradients(const Call &call) {
-  LinearLogProb head = call.head;
-  if (call.needs.loss && !call.needs.asks_first()) head.log_prob = call.loss.log_prob;
-  head.dlog_prob = call.loss.dlog_prob;
-  head.asked.lse = call.loss.dlse, head.asked.mean = call.loss.dmean;
-  if (call.needs.index) head.index.data = call.loss.index;
-  return head;
+// Has it make its gradients by those of the loss; log_prob beside them, where it was not said before.
+void differentiate(Call *call) {
+  LinearLogProb &head = call->head;
+  head.backward = true, head.accumulate = call->accumulate;
+  head.dx.data = call->dx, head.dw.data = call->dw, head.dbias.data = call->dbias;
+  if (call->needs.index) head.index.data = call->loss.index;
+  head.dlog_prob = call->loss.dlog_prob;
+  head.log_prob = call->needs.loss && !call->needs.asks_first() ? call->loss.log_prob : Vector{};
+  head.asked.lse = call->loss.dlse, head.asked.mean = call->loss.dmean;
 }
 
 // The pass over numbers of rows: of the gradients, the loss, or both.
-HeadLoss pass(const Call &call, bool makes_loss, bool makes_gradients) {
+__attribute__((noinline)) pydet_status run_pass(const Call &call, bool makes_loss, bool makes_gradients) {
   HeadLoss loss = call.loss;
   if (!makes_loss) loss.loss = {};
   if (!makes_gradients) loss.dlog_prob = {};
-  return loss;
-}
-
-// One step, whose problem is off the stack when the next one runs.
-using HeadStep = LinearLogProb (*)(const Call &);
-__attribute__((noinline)) pydet_status check_step(const char *op, const Call &call, HeadStep step) {
-  return check_head(op, step(call));
-}
-__attribute__((noinline)) pydet_status run_step(const char *op, const Call &call, HeadStep step) {
-  return run_head(op, step(call));
-}
-__attribute__((noinline)) pydet_status run_pass(const Call &call, bool makes_loss, bool makes_gradients) {
-  const Backend &backend = *backend_for(call.head.device.type);
-  return backend.table<HeadRows>().hooks->loss(pass(call, makes_loss, makes_gradients));
+  return backend_for(loss.device.type)->table<HeadRows>().hooks->loss(loss);
 }
 
 __attribute__((noinline)) pydet_status check_pass(const char *op, const Call &call) {
@@ -243,23 +237,29 @@ __attribute__((noinline)) pydet_status check_pass(const char *op, const Call &ca
               device_text(call.head.device.type, call.head.device.id).text);
 }
 
-pydet_status run_forward(const char *op, const Call &call) {
-  PYDET_TRY(check_pass(op, call));
-  PYDET_TRY(check_step(op, call, said));
-  PYDET_TRY(run_step(op, call, said));
-  return run_pass(call, true, false);
+pydet_status run_forward(const char *op, Call *call) {
+  PYDET_TRY(check_pass(op, *call));
+  ask(call);
+  PYDET_TRY(check_head(op, call->head));
+  PYDET_TRY(run_head(op, call->head));
+  return run_pass(*call, true, false);
 }
 
-pydet_status run_backward(const char *op, const Call &call) {
-  const bool first = call.needs.asks_first(), makes_loss = call.needs.loss;
-  if (!call.needs.gradients) return makes_loss ? run_forward(op, call) : nothing_to_write();
-  PYDET_TRY(check_pass(op, call));
-  PYDET_TRY(check_step(op, call, gradients));  // first: it wants the larger workspace, of which a refusal tells
-  if (first) PYDET_TRY(check_step(op, call, said));
-  if (first) PYDET_TRY(run_step(op, call, said));
-  PYDET_TRY(run_pass(call, makes_loss && first, true));
-  PYDET_TRY(run_step(op, call, gradients));
-  return makes_loss && !first ? run_pass(call, true, false) : PYDET_OK;
+pydet_status run_backward(const char *op, Call *call) {
+  const bool first = call->needs.asks_first(), makes_loss = call->needs.loss;
+  if (!call->needs.gradients) return makes_loss ? run_forward(op, call) : nothing_to_write();
+  PYDET_TRY(check_pass(op, *call));
+  differentiate(call);
+  PYDET_TRY(check_head(op, call->head));  // first: it wants the larger workspace, of which a refusal tells
+  if (first) {
+    ask(call);
+    PYDET_TRY(check_head(op, call->head));
+    PYDET_TRY(run_head(op, call->head));
+    differentiate(call);
+  }
+  PYDET_TRY(run_pass(*call, makes_loss && first, true));
+  PYDET_TRY(run_head(op, call->head));
+  return makes_loss && !first ? run_pass(*call, true, false) : PYDET_OK;
 }
 
 }  // namespace
@@ -278,7 +278,7 @@ pydet_status pydet_linear_cross_entropy(void *stream, const pydet_tensor *x, con
                 int(options.accumulate));
   Call call = {};
   PYDET_TRY(read_forward(op, stream, {x, w, bias, target, "target"}, loss, options, &call));
-  return run_forward(op, call);
+  return run_forward(op, &call);
 }
 
 pydet_status pydet_linear_cross_entropy_backward(void *stream, const pydet_tensor *dloss, const pydet_tensor *x,
@@ -292,7 +292,7 @@ pydet_status pydet_linear_cross_entropy_backward(void *stream, const pydet_tenso
   PYDET_TRY(read_options(op, given, &options));
   Call call = {};
   PYDET_TRY(read_backward(op, stream, {x, w, bias, target, "target"}, dloss, loss, {dx, dw, dbias}, options, &call));
-  return run_backward(op, call);
+  return run_backward(op, &call);
 }
 
 pydet_status pydet_linear_cross_entropy_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type,
