@@ -639,7 +639,7 @@ def head_floats():
     return found
 
 
-# Read as they are: 1 less one is rounded, not 1 less what one is rounded to (test_cross_entropy.py).
+# Read as they are: 1 less one is rounded, not 1 less what one is rounded to (test_linear_cross_entropy.py).
 DOUBLES = {("linear_cross_entropy", "label_smoothing"), ("linear_cross_entropy_backward", "label_smoothing")}
 
 
