@@ -341,6 +341,18 @@ def test_head_rows(device, kernel, dtype):
     heads_of_models.check_asked_in_slabs(Memory, out, dtype, kernel=kernel.name)
 
 
+def test_the_loss_of_the_head_is_refused(device):
+    """Of which there is no kernel: before anything is written."""
+    x, w = data("normal", (5, 8), np.float32), data("normal", (20, 8), np.float32, 1)
+    target, loss, dx = np.arange(5), np.full((), 7, np.float32), np.full((5, 8), 7, np.float32)
+    sentence = "no kernel on CUDA device 0 makes the loss of rows; those of the CPU do"
+    with pytest.raises(pydet.Error, match=f"^linear_cross_entropy: {sentence}"):
+        pydet.linear_cross_entropy(*map(Memory, (x, w, target)), out=Memory(loss))
+    with pytest.raises(pydet.Error, match=f"^linear_cross_entropy_backward: {sentence}"):
+        pydet.linear_cross_entropy_backward(None, *map(Memory, (x, w, target)), dx=Memory(dx), loss=Memory(loss))
+    assert loss == 7 and (dx == 7).all()
+
+
 @each("softmax_backward")
 def test_softmax_backward(device, kernel, dtype):
     def call(on, dy, y, out, index):

@@ -39,3 +39,12 @@ def test_a_policy_in_the_batch_and_alone(torch, dtype):
     assert torch.equal(made.dx, cut.dx) and torch.equal(made.dw, cut.dw)
     of_few = pydet.linear_log_prob_backward(dlog_prob[rows], *few, dentropy=dentropy[rows], of_w=False, **how)
     assert torch.equal(made.dx[rows].cpu(), of_few.dx)
+
+
+def test_the_loss_of_the_library_is_refused(torch):
+    """Of which there is no kernel on a GPU; pydet.torch.linear_cross_entropy makes it of PyTorch's own steps."""
+    x, w = torch.ones(5, 8, device="cuda"), torch.ones(20, 8, device="cuda")
+    target, loss = torch.arange(5, device="cuda"), torch.full((), 7.0, device="cuda")
+    with pytest.raises(pydet.Error, match="no kernel on CUDA device 0 makes the loss of rows; those of the CPU do"):
+        pydet.linear_cross_entropy(x, w, target, out=loss)
+    assert loss.item() == 7

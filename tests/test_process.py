@@ -525,6 +525,8 @@ def large_calls():
         "causal_conv1d_backward": lambda: pydet.causal_conv1d_backward(x[None], x[None], x[:, :4]),
         "linear_log_prob": lambda: pydet.linear_log_prob(x, x, index),
         "linear_log_prob_backward": lambda: pydet.linear_log_prob_backward(row, x, x, index),
+        "linear_cross_entropy": lambda: pydet.linear_cross_entropy(x, x, index),
+        "linear_cross_entropy_backward": lambda: pydet.linear_cross_entropy_backward(None, x, x, index),
         "rotary_table": lambda: pydet.rotary_table(np.arange(len(x)), x[0]),
         "rotary": lambda: pydet.rotary(x[:, None], None, x[:, : x.shape[1] // 2], x[:, : x.shape[1] // 2]),
     }
