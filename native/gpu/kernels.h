@@ -48,6 +48,7 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 // with the product of them.
 uint64_t gemm_copied_bytes(const Matrix &);
 bool gemm_copied_takes(const Gemm &);
+bool gemm_copied_prefers(const Gemm &);
 pydet_status gemm_copy_operands(const Gemm &, Gemm *copied);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they

@@ -80,6 +80,7 @@ pydet_status gemm_copied(const Gemm &);
 constexpr Kernel<Gemm> kOtherRows[] = {
     Row("cuda_gemm_sm90_copied", kHalfTypes, Arithmetic::sm90, kSm90a, kAllOfGemm & ~kBatch)
         .takes(gemm_copied_takes)
+        .prefers(gemm_copied_prefers)
         .launches(gemm_copied),
     Row("cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneMatrix)
         .takes(skinny_mma_takes)
