@@ -344,13 +344,13 @@ template <Type type> pydet_status launch_type(const Gemm &g, const Plan &p) {
 
 bool skinny_mma_takes(const Gemm &g) {
   constexpr int64_t kMost = int64_t(1) << 30;
-  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
-         unit_of_x(g) && unit_of_w(g);
+  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 && unit_of_x(g) && unit_of_w(g);
 }
 
 // Few rows, tiles of gemm_mma.cu that would leave SMs idle, or that would read single elements.
 bool skinny_mma_prefers(const Gemm &g) {
-  return g.m <= 64 || unit_of_x(g) < 16 || unit_of_w(g) < 16 || divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id);
+  return g.m <= 64 || unit_of_x(g) < 16 || unit_of_w(g) < 16 ||
+         divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id);
 }
 
 pydet_status skinny_mma(const Gemm &g) {

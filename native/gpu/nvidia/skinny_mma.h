@@ -135,8 +135,8 @@ __device__ __forceinline__ void load_weights(const Gemm &g, const Plan &p, const
     const uint16_t *first_row = reinterpret_cast<const uint16_t *>(g.b.data) + n0 * g.b.col_stride;
     each_stage<S>(p, [&](int start, int steps) {
       barrier_wait(at.w_empty(ring.stage), ring.parity ^ 1);
-      load_stage<S, kWThreads, true, unit>(at.w + ring.stage * at.w_bytes, first_row, g.b.col_stride, rows, g.k, start, steps,
-                                     thread, policy);
+      load_stage<S, kWThreads, true, unit>(at.w + ring.stage * at.w_bytes, first_row, g.b.col_stride, rows, g.k, start,
+                                           steps, thread, policy);
       barrier_arrive_after_copies(at.w_full(ring.stage));
       ring.next();
     });
@@ -156,7 +156,7 @@ __device__ __forceinline__ void load_x(const Gemm &g, const Plan &p, const Layou
     each_stage<S>(p, [&](int start, int steps) {
       barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);
       load_stage<S, kXThreads, false, unit>(at.x + ring.stage * at.x_bytes, first_row, g.a.row_stride, rows, g.k, start,
-                                      steps, thread, 0);
+                                            steps, thread, 0);
       barrier_arrive_after_copies(at.x_full(ring.stage));
       ring.next();
     });
