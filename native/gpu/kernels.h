@@ -9,6 +9,7 @@ namespace pydet {
 struct Attention;  // ops/*/problem.h, as all of these
 struct AttentionBackward;
 struct Activation;
+struct AdamW;
 struct Embedding;
 struct EmbeddingBackward;
 struct SelectiveScan;
@@ -281,6 +282,10 @@ pydet_status softmax_backward_shifted(const SoftmaxBackward &);
 
 // any/fold.cu
 pydet_status fold(const Fold &);
+
+// any/adamw.cu
+bool adamw_takes(const AdamW &);
+pydet_status adamw(const AdamW &);
 
 // any/rounding.cu
 pydet_status round_elements(const Rounding &);

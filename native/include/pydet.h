@@ -840,6 +840,39 @@ typedef struct pydet_fold_options {
 PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t count,
                                   const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
 
+/* ---- AdamW ----------------------------------------------------------------------------------------------------
+ * One step of some tensors, element by element in fp32, whose numbers are rounded as NUMERICS.md says:
+ *   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g g
+ *   w = w (1 - lr weight_decay) - lr / (1 - beta1^t) m / ( sqrt(v) / sqrt(1 - beta2^t) + eps )
+ *
+ * exp_avgs and exp_avg_sqs: m and v, fp32. masters: NULL, or of parameters that are bf16 or fp16 an fp32 w, of which
+ * they are the rounding; where one no longer is, w becomes the parameter. Without one w is the parameter. Tensors of one
+ * number have one shape and the same strides, with no gap between elements. count: 1 to PYDET_ADAMW_TENSORS. */
+enum { PYDET_ADAMW_TENSORS = 64 };
+
+typedef struct pydet_adamw_step {
+  uint32_t struct_size;
+  int32_t reserved;
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double beta1_power; /* beta1^t: the product of t factors, at step t = 1, 2, ... */
+  double beta2_power;
+} pydet_adamw_step;
+
+typedef struct pydet_adamw_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  const char *kernel;
+} pydet_adamw_options;
+
+PYDET_API pydet_status pydet_adamw(void *stream, const pydet_tensor *const *params, const pydet_tensor *const *grads,
+                                   const pydet_tensor *const *exp_avgs, const pydet_tensor *const *exp_avg_sqs,
+                                   const pydet_tensor *const *masters, int32_t count, const pydet_adamw_step *step,
+                                   const pydet_adamw_options *options);
+
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * Of one call on the CPU, its caller among them: by pydet_set_threads, PYDET_NUM_THREADS, OMP_NUM_THREADS, or the CPUs
  * granted. No bit depends on it. */
