@@ -39,7 +39,7 @@ def placed(array, offset):
 
 
 def tensors_of(number, shape, dtype, kind="normal", offset=0, grad_dtype=None, with_master=None):
-    """(param, grad, exp_avg, exp_avg_sq, master) of one parameter. Some elements are no longer their master's rounding."""
+    """(param, grad, exp_avg, exp_avg_sq, master) of one parameter; to some elements its master does not round."""
     fp32 = np.dtype(np.float32)
     grad_dtype = list(DTYPES.values())[number % 3] if grad_dtype is None else grad_dtype
     with_master = number % 4 != 3 if with_master is None else with_master

@@ -22,8 +22,8 @@ import capi
 import cases
 import interop
 import pydet
-import test_adamw as adamws
 import test_activation as activations
+import test_adamw as adamws
 import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups

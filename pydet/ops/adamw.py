@@ -28,8 +28,8 @@ def adamw(
 ) -> None:
     """One step of AdamW, in place: ``params``, ``exp_avgs``, ``exp_avg_sqs`` and ``masters`` are written.
 
-    Each element is computed by itself, in fp32, each operation rounded (NUMERICS.md, "AdamW"): so its bits do not depend
-    on the device, on how tensors are listed, or on how they are shared out among GPUs.
+    Each element is computed by itself, in fp32, each operation rounded (NUMERICS.md, "AdamW"): so its bits do not
+    depend on the device, on how tensors are listed, or on how they are shared out among GPUs.
 
         >>> import numpy, pydet
         >>> w, g = numpy.ones(3, numpy.float32), numpy.float32([1, -1, 0])

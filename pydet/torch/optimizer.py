@@ -78,10 +78,14 @@ def _is_served(device: str) -> bool:
 
 def _fuses(tensors: _Tensors) -> bool:
     """Whether they are plain memory, in which an element has one place in all of them."""
-    given = [x for x in tensors if x is not None]
-    if not _is_served(given[0].device.type) or any(type(x) is not Tensor for x in given):
-        return False
-    return all(x.is_contiguous() for x in given) or all(x.stride() == given[0].stride() for x in given)
+    first = tensors.parameter
+    stride, contiguous = first.stride(), first.is_contiguous()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor or (x.stride() != stride and not (contiguous and x.is_contiguous())):
+            return False
+    return _is_served(first.device.type)
 
 
 # What pydet.adamw refuses and operations of PyTorch's take: memory that tensors share, gaps in it, older GPUs.
@@ -93,7 +97,7 @@ def _step_fused(numbers: _Numbers, some: list[_Tensors]) -> None:
     for first in range(0, len(some), ADAMW_TENSORS):
         few = some[first : first + ADAMW_TENSORS]
         try:
-            adamw(*zip(*few, strict=True), **numbers._asdict())  # type: ignore[misc]
+            adamw(*zip(*few, strict=True), **numbers._asdict())
         except Error as refusal:
             if refusal.status not in _LEFT:
                 raise
@@ -222,13 +226,16 @@ class AdamW(torch.optim.Optimizer):
         state["step"] += 1
         state["beta1_power"] *= beta1
         state["beta2_power"] *= beta2
-        numbers = [float(group[name]) for name in ("lr", "eps", "weight_decay")]
-        powers = state["beta1_power"], state["beta2_power"]
-        tensors = (parameter.detach(), gradient, state["exp_avg"], state["exp_avg_sq"], state.get("master"))
-        return (
-            _Numbers(numbers[0], (beta1, beta2), *numbers[1:], powers),
-            _Tensors(*(None if x is None else _local(x) for x in tensors)),
+        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        powers, master = (state["beta1_power"], state["beta2_power"]), state.get("master")
+        tensors = _Tensors(
+            _local(parameter.detach()),
+            _local(gradient),
+            _local(state["exp_avg"]),
+            _local(state["exp_avg_sq"]),
+            None if master is None else _local(master),
         )
+        return _Numbers(lr, (beta1, beta2), eps, weight_decay, powers), tensors
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``torch.optim``; ``main_grad`` becomes zeros."""
