@@ -6,8 +6,6 @@ Of fp32, where all keep the same numbers. PyTorch's steps are those of its optim
 
 from functools import partial
 
-import numpy as np
-
 import pydet
 from bench.gemm import copies, normal
 from bench.harness import Row, Variant

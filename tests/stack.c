@@ -120,8 +120,8 @@ __attribute__((noinline)) static void run_adamw(void) {
   size[0] = call.m * call.n;
   for (list = 0; list < 5; ++list)
     for (i = 0; i < used; ++i) {
-      tensors[list][i] = tensor(buffers[list] + i * (kMost / PYDET_ADAMW_TENSORS), 1, size, NULL,
-                                list < 2 ? call.dtype : fp32);
+      tensors[list][i] =
+          tensor(buffers[list] + i * (kMost / PYDET_ADAMW_TENSORS), 1, size, NULL, list < 2 ? call.dtype : fp32);
       lists[list][i] = &tensors[list][i];
     }
   if (size[0] * 4 > kMost / PYDET_ADAMW_TENSORS) used = 1;

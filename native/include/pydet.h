@@ -841,13 +841,7 @@ PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts
                                   const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
 
 /* ---- AdamW ----------------------------------------------------------------------------------------------------
- * One step of some tensors, element by element in fp32, whose numbers are rounded as NUMERICS.md says:
- *   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g g
- *   w = w (1 - lr weight_decay) - lr / (1 - beta1^t) m / ( sqrt(v) / sqrt(1 - beta2^t) + eps )
- *
- * exp_avgs and exp_avg_sqs: m and v, fp32. masters: NULL, or of parameters that are bf16 or fp16 an fp32 w, of which
- * they are the rounding; where one no longer is, w becomes the parameter. Without one w is the parameter. Tensors of one
- * number have one shape and the same strides, with no gap between elements. count: 1 to PYDET_ADAMW_TENSORS. */
+ * One step in place, of count tensors: 1 to PYDET_ADAMW_TENSORS. masters: NULL, or fp32 beside bf16, fp16. */
 enum { PYDET_ADAMW_TENSORS = 64 };
 
 typedef struct pydet_adamw_step {
@@ -858,7 +852,7 @@ typedef struct pydet_adamw_step {
   double beta2;
   double eps;
   double weight_decay;
-  double beta1_power; /* beta1^t: the product of t factors, at step t = 1, 2, ... */
+  double beta1_power; /* beta1^t */
   double beta2_power;
 } pydet_adamw_step;
 

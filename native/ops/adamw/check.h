@@ -34,9 +34,9 @@ inline pydet_status numbers_of(const char *op, const pydet_adamw_step *given, Ad
     const char *name;
     double value;
   };
-  for (const auto &[name, value] : {Number{"beta1", given->beta1}, Number{"beta2", given->beta2},
-                                    Number{"beta1_power", given->beta1_power},
-                                    Number{"beta2_power", given->beta2_power}})
+  for (const auto &[name, value] :
+       {Number{"beta1", given->beta1}, Number{"beta2", given->beta2}, Number{"beta1_power", given->beta1_power},
+        Number{"beta2_power", given->beta2_power}})
     if (!(value >= 0 && value < 1))
       return fail(PYDET_INVALID_VALUE, "%s: %s is %g, want a number from 0 to below 1", op, name, value);
   for (const auto &[name, value] :

@@ -48,7 +48,8 @@ Object *call_adamw(Object *, Object *const *args, intptr_t count, Object *keywor
     if (own != length) return reading.refuse(names[list], sentence), nullptr;
   }
   const Room room(length * present);
-  if (!room.operands()) return reading.fail(PYDET_DEVICE_ERROR, "adamw: no memory for the tensors' descriptors"), nullptr;
+  if (!room.operands())
+    return reading.fail(PYDET_DEVICE_ERROR, "adamw: no memory for the tensors' descriptors"), nullptr;
   PythonCall call("adamw", room.operands());
   const pydet_tensor *tensors[kLists][kMost] = {};
   int64_t work = 0;
@@ -57,7 +58,8 @@ Object *call_adamw(Object *, Object *const *args, intptr_t count, Object *keywor
       char name[24];
       snprintf(name, sizeof name, "%s[%d]", names[list], i);
       Object *object = python().PyTuple_GetItem(lists[list], i);
-      Operand *operand = list == kLists - 1 ? call.read_optional(name, object, true) : call.read(name, object, list != 1);
+      Operand *operand =
+          list == kLists - 1 ? call.read_optional(name, object, true) : call.read(name, object, list != 1);
       if (!operand) return nullptr;
       tensors[list][i] = tensor_of(operand);
     }
@@ -68,15 +70,17 @@ Object *call_adamw(Object *, Object *const *args, intptr_t count, Object *keywor
   pydet_adamw_options options = {};
   step.struct_size = sizeof step, options.struct_size = sizeof options;
   if (!call.double_of("lr", given.lr, &step.lr) || !call.double_of("beta1", given.beta1, &step.beta1)) return nullptr;
-  if (!call.double_of("beta2", given.beta2, &step.beta2) || !call.double_of("eps", given.eps, &step.eps)) return nullptr;
+  if (!call.double_of("beta2", given.beta2, &step.beta2) || !call.double_of("eps", given.eps, &step.eps))
+    return nullptr;
   if (!call.double_of("weight_decay", given.weight_decay, &step.weight_decay)) return nullptr;
   if (!call.double_of("beta1_power", given.beta1_power, &step.beta1_power)) return nullptr;
   if (!call.double_of("beta2_power", given.beta2_power, &step.beta2_power)) return nullptr;
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   const bool done = call.run(work, [&](void *stream) {
     return call.library().call<pydet_adamw>(
-        stream, static_cast<const pydet_tensor *const *>(tensors[0]), static_cast<const pydet_tensor *const *>(tensors[1]),
-        static_cast<const pydet_tensor *const *>(tensors[2]), static_cast<const pydet_tensor *const *>(tensors[3]),
+        stream, static_cast<const pydet_tensor *const *>(tensors[0]),
+        static_cast<const pydet_tensor *const *>(tensors[1]), static_cast<const pydet_tensor *const *>(tensors[2]),
+        static_cast<const pydet_tensor *const *>(tensors[3]),
         present == kLists ? static_cast<const pydet_tensor *const *>(tensors[4]) : nullptr, int32_t(length),
         static_cast<const pydet_adamw_step *>(&step), static_cast<const pydet_adamw_options *>(&options));
   });
