@@ -264,6 +264,11 @@ def problems(operation, name, dtype):
         shapes = [(100, 256), ((64,), "int64"), (64, 256)]
         yield "pydet_embedding", tensors(shapes, dtype), capi.options("pydet_embedding_options", kernel=name[0])
         return
+    if operation == "adamw":
+        of_floats = [((64, 256), "float32")] * 3
+        given = capi.options("pydet_adamw_options", kernel=name[0])
+        yield "pydet_adamw", tensors([(64, 256)] * 2 + of_floats[dtype == "fp32" :], dtype), given
+        return
     if operation == "rotary_table":
         given = capi.options("pydet_rotary_table_options", kernel=name[0], scale=1)
         cos, sin = tensors([(64, 256), (64, 256)], dtype)
@@ -366,6 +371,9 @@ def call(cuda, problem):
     if function == "pydet_fold":  # the parts, then out
         parts = ffi.new("pydet_tensor *[]", pointers[:-1])
         pointers = [ffi.cast("const pydet_tensor *const *", parts), len(parts), ffi.NULL, pointers[-1]]
+    if function == "pydet_adamw":  # a list of each, of one tensor
+        lists = [ffi.new("const pydet_tensor *[]", [one]) for one in pointers] + [ffi.NULL]
+        pointers = [*lists[:5], 1, capi.options("pydet_adamw_step", lr=0.1, beta1=0.9, beta2=0.99)]
     return getattr(cuda.lib, function)(ffi.cast("void *", STREAM), *pointers, given)
 
 

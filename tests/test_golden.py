@@ -17,12 +17,14 @@ import cases
 import pydet
 import reference
 import reference_activation
+import reference_adamw
 import reference_attention
 import reference_embedding
 import reference_fp8
 import reference_rotary
 import reference_sample
 import reference_scan
+import test_adamw as adamw_cases
 import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
 import test_rotary as rotary_cases
@@ -425,6 +427,19 @@ def attention_backward_digests(functions, arithmetic, dtype):
     }
 
 
+def adamw_digests(adamw, arithmetic, dtype):
+    """dtype: of the parameters; a list of them, whose gradients are of all types, step after step."""
+    digests = {}
+    for kind, number in itertools.product(["normal", "wide", "specials"], range(len(adamw_cases.STEPS))):
+        tensors = [
+            adamw_cases.tensors_of(first + number, (size,), DTYPES[dtype], kind)
+            for first, size in ((0, 300), (10, 17), (21, 4100))
+        ]
+        adamw(*adamw_cases.lists_of(tensors), **adamw_cases.STEPS[number])
+        digests[f"{dtype} {kind} {number}"] = digest(*itertools.chain(*tensors))
+    return digests
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -457,6 +472,7 @@ DIGESTS = {
     "causal_conv1d_backward": causal_conv1d_backward_digests,
     "rotary_table": rotary_table_digests,
     "rotary": rotary_digests,
+    "adamw": adamw_digests,
 }
 
 
@@ -489,6 +505,8 @@ def reference_of(operation):
         return reference_fp8.rmsnorm_quantize
     if operation.startswith("rotary"):
         return getattr(reference_rotary, operation)
+    if operation == "adamw":
+        return reference_adamw.adamw
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -615,6 +633,10 @@ def test_gated_delta_backward(gated_delta_backward_kernel):
 def test_causal_conv1d_backward(causal_conv1d_backward_kernel):
     kernel = causal_conv1d_backward_kernel
     check_golden("causal_conv1d_backward", kernel.causal_conv1d_backward, "ieee", kernel.dtype)
+
+
+def test_adamw(adamw_kernel):
+    check_golden("adamw", adamw_kernel.adamw, "ieee", adamw_kernel.dtype)
 
 
 def test_rotary_table(rotary_table_kernel):

@@ -353,6 +353,14 @@ constexpr Kernel<Fold> kFold[] = {
     Row("cpu_fold_scalar", bit(Type::f32), Arithmetic::ieee, kAnyCpu, kFoldFeatures).launches(fold<Scalar>),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+#if defined(__x86_64__)
+    Row("cpu_adamw_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kMaster).launches(adamw<Avx512>),
+    Row("cpu_adamw_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kMaster).launches(adamw<Avx2>),
+#endif
+    Row("cpu_adamw_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kMaster).launches(adamw<Scalar>),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
 #if defined(__x86_64__)
     Row("cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormFeatures)
@@ -496,7 +504,7 @@ constexpr Backend cpu() {
       table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
       table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d),
       no_kernels<LinearLogProb>(), table(kHeadRows), table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward),
-      table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
+      table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 

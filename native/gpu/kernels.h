@@ -10,6 +10,7 @@ struct Attention;  // ops/*/problem.h, as all of these
 struct Matrix;
 struct AttentionBackward;
 struct Activation;
+struct AdamW;
 struct Embedding;
 struct EmbeddingBackward;
 struct SelectiveScan;
@@ -294,6 +295,10 @@ pydet_status softmax_backward_shifted(const SoftmaxBackward &);
 
 // any/fold.cu
 pydet_status fold(const Fold &);
+
+// any/adamw.cu
+bool adamw_takes(const AdamW &);
+pydet_status adamw(const AdamW &);
 
 // any/rounding.cu
 pydet_status round_elements(const Rounding &);

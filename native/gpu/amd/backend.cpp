@@ -200,6 +200,10 @@ constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+    Row("hip_adamw", kUnscaledTypes, Arithmetic::ieee, kBuilt, kMaster).takes(adamw_takes).launches(adamw),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm)
         .takes(layernorm_held_takes)
@@ -274,7 +278,7 @@ constexpr Backend hip() {
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
              no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kHeadRows),
              table(kRotaryTable), table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
-             no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize));
+             no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 

@@ -526,6 +526,10 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
         .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+    Row("cuda_adamw", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kMaster).takes(adamw_takes).launches(adamw),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
         .takes(layernorm_held_takes)
@@ -649,7 +653,7 @@ constexpr Backend cuda() {
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
              table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows),
              table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward),
-             table(kCausalConv1dBackward), table(kRmsNormQuantize));
+             table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 
