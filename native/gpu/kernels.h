@@ -38,6 +38,7 @@ struct LayerNormBackward;
 struct Softmax;
 struct SoftmaxBackward;
 struct HeadRows;
+struct HeadLoss;
 struct Fold;
 
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
@@ -250,6 +251,9 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 
 // any/head_rows.cu
 pydet_status head_rows(const HeadRows &);
+
+// any/head_loss.cu
+pydet_status head_loss(const HeadLoss &);
 
 // nvidia/head_rows_cluster.cu
 bool head_rows_cluster_takes(const HeadRows &);

@@ -634,6 +634,7 @@ bool gemm_begins(const Gemm &g, const char *kernel) {
 }
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins, gemm_copy_workspace};
+constexpr Hooks<HeadRows> kHeadHooks = {head_loss};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
@@ -651,7 +652,7 @@ constexpr Backend cuda() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows),
+             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows, &kHeadHooks),
              table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward),
              table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW));
   return backend;
