@@ -33,6 +33,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import interop
 import reference
 import reference_activation
+import reference_adamw
 import reference_attention
 import reference_embedding
 import reference_fp8
@@ -233,6 +234,7 @@ ORDER = {  # how each operation takes its tensors
     "rmsnorm_quantize": ["x", "residual", "weight", "out", "scale", "y", "rstd", "sum"],
     "rmsnorm_backward": ["dy", "x", "weight", "rstd", "dresidual", "dx", "dweight"],
     "fold": ["bias", "out"],  # after the parts
+    "adamw": [],  # by lists
     "grouped_gemm": ["a", "b", "bias", "group_start", "group_end", "out"],
     "scaled_grouped_gemm": ["a", "a_scale", "b", "b_scale", "bias", "group_start", "group_end", "out"],
     "layernorm": ["x", "residual", "weight", "bias", "y", "mean", "rstd", "sum"],
@@ -300,6 +302,7 @@ OF_SCANS["causal_conv1d_backward"] = ["dy", "x", "w", "initial", "cu_seqlens", "
 ORDER |= OF_SCANS
 OF_ATTENTION = ("sinks", "allowed", "bias", "first_key", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
 ROTARY_FLAGS = ("whole", "neighbours", "out_neighbours", "in_fp32", "transposed")
+OF_ADAMW = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
 OF_LOSS = ("label_smoothing", "z_loss")
 OF_SAMPLE = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
 NAMED = {"attention": OF_ATTENTION, "attention_backward": (*OF_ATTENTION[:-1], "dsinks")}  # by the options
@@ -318,6 +321,7 @@ C_ALONE = (
     "linear_cross_entropy_backward",
     "rotary_table",
     "rotary",
+    "adamw",
     *OF_SCANS,
 )  # their Python has tests of its own
 
@@ -339,6 +343,12 @@ def invoke(call):
         parts = ffi.new("pydet_tensor *[]", [pointer(tensors[name]) for name in parts_of(call)])
         array = ffi.cast("const pydet_tensor *const *", parts)
         return function(ffi.NULL, array, len(parts), pointer(tensors["bias"]), pointer(tensors["out"]), given)
+    if call.op == "adamw":
+        lists = [
+            ffi.new("const pydet_tensor *[]", [pointer(tensors[f"{name}[{i}]"]) for i in range(len(call.inputs))])
+            for name in OF_ADAMW
+        ]
+        return function(ffi.NULL, *lists, len(call.inputs), given, ffi.NULL)
     if "initial" in tensors and "initial" not in ORDER[call.op]:
         given.initial = pointer(tensors["initial"])
     if call.op == "rmsnorm":
@@ -1062,6 +1072,22 @@ def make_fold(rng):
     return Call("fold", inputs, outputs, options("pydet_fold_options", order=rng.randrange(2), accumulate=accumulate))
 
 
+def make_adamw(rng):
+    """Its options are the step."""
+    regions, kinds, fp32 = iter(rng.sample(REGIONS, 15)), list(DTYPES.values()), np.dtype(np.float32)
+    inputs, outputs = {}, {}
+    for i in range(rng.choice([1, 1, 2, 3])):
+        shape, kind = rng.choice([[], [1], [5], [16], [3, 7], [2, 33], [4, 0], [130], [2, 3, 11]]), rng.choice(kinds)
+        inputs[f"grads[{i}]"] = packed(rng, next(regions), shape, rng.choice(kinds))
+        for name in ("params", "exp_avgs", "exp_avg_sqs", "masters"):
+            there = name != "masters" or (kind != fp32 and rng.random() < 0.7)
+            own = packed(rng, next(regions), shape, kind if name == "params" else fp32) if there else None
+            outputs[f"{name}[{i}]"] = own
+    given = {name: rng.choice([0, 0.5, 0.9, 0.999]) for name in ("beta1", "beta2", "beta1_power", "beta2_power")}
+    given |= {name: rng.choice([0, 1e-42, 1e-8, 0.01, 3, 1e30]) for name in ("lr", "eps", "weight_decay")}
+    return Call("adamw", inputs, outputs, options("pydet_adamw_step", **given))
+
+
 def boundary(rng, region, groups, tokens):
     """Ends of groups that share the tokens out, or any numbers."""
     tensor = packed(rng, region, [groups], BOUNDARY)
@@ -1439,7 +1465,18 @@ def mutate_options(rng, call):
         setattr(given, name, pointer(call.inputs["x"]))
     elif name == "workspace_size":
         given.workspace_size = rng.choice([0, 1, given.workspace_size // 2])
-    elif name in ("eps", "weight_offset", "scale", "softcap", "temperature", "top_p", "min_p", *OF_LOSS):
+    elif name in (
+        "eps",
+        "weight_offset",
+        "scale",
+        "softcap",
+        "temperature",
+        "top_p",
+        "min_p",
+        "lr",
+        "beta1_power",
+        *OF_LOSS,
+    ):
         setattr(given, name, rng.choice([-1.0, -0.0, 0.0, float("nan"), float("inf"), -float("inf"), 1e30, 2.5]))
     elif name in ("kv_chunk", "window_left", "window_right"):
         setattr(given, name, rng.choice([*ODD, 64, 128, 200, 384]))
@@ -1514,6 +1551,8 @@ def meaningless_options(call):
         "weights_constant": lambda v: v in (0, 1),
         "eps": lambda v: 0 <= v < float("inf"),
         "weight_offset": lambda v: abs(v) < float("inf"),
+        **dict.fromkeys(("lr", "weight_decay"), lambda v: 0 <= v < 2.0**128),
+        **dict.fromkeys(("beta1", "beta2", "beta1_power", "beta2_power"), lambda v: 0 <= v < 1),
     }
     return next((name for name, fine in rules.items() if name in fields and not fine(getattr(given, name))), None)
 
@@ -1699,6 +1738,22 @@ def expected_fold(call, before):
     bias, accumulate = before.get("bias"), call.options.accumulate
     expect(all(part.shape == out.shape and part.dtype.itemsize == 4 for part in parts), "accepted parts unlike out")
     return {"out": reference.fold(parts, bias=bias, out=out, out_dtype=out.dtype, order=order, accumulate=accumulate)}
+
+
+def expected_adamw(call, before):
+    step, count = call.options, len(call.inputs)
+    lists = [[before.get(f"{name}[{i}]") for i in range(count)] for name in OF_ADAMW]
+    for i, (param, grad, m, v, master) in enumerate(zip(*lists, strict=True)):
+        given = [x for x in (grad, m, v, master) if x is not None]
+        expect(all(x.shape == param.shape for x in given) and len(given) > 2, "accepted tensors of other shapes", i)
+        expect(all(x.dtype == np.float32 for x in (m, v, *given[3:])), "accepted moments or masters of other types")
+        expect(master is None or param.dtype != np.float32, "accepted a master beside float32")
+    made = [[None if x is None else x.copy() for x in one] for one in lists]
+    how = {name: getattr(step, name) for name in ("lr", "eps", "weight_decay")}
+    pairs = {"betas": (step.beta1, step.beta2), "beta_powers": (step.beta1_power, step.beta2_power)}
+    reference_adamw.adamw(*made, **how, **pairs)
+    found = {f"{name}[{i}]": x for name, one in zip(OF_ADAMW, made, strict=True) for i, x in enumerate(one)}
+    return {name: found[name] for name in call.outputs if found[name] is not None}
 
 
 def expected_layernorm(call, before):
@@ -2214,6 +2269,7 @@ EXPECTED = {
     "scaled_gemm": expected_scaled_gemm,
     "quantize": expected_quantize,
     "fold": expected_fold,
+    "adamw": expected_adamw,
     "layernorm": expected_layernorm,
     "layernorm_backward": expected_layernorm_backward,
     "softmax": expected_softmax,
@@ -2270,7 +2326,15 @@ def run_case(seed, number):
     rng = random.Random(f"{seed}/{number}")
     WORKSPACES.clear()
     KERNEL_NAMES.clear()
-    makers = {make_gemm: 4, make_norm: 3, make_scaled: 2, make_quantize: 1, make_fold: 2, make_grouped: 2}
+    makers = {
+        make_gemm: 4,
+        make_norm: 3,
+        make_scaled: 2,
+        make_quantize: 1,
+        make_fold: 2,
+        make_grouped: 2,
+        make_adamw: 1,
+    }
     makers |= {make_scaled_grouped: 1, make_softmax: 1, make_attention: 2, make_attention_backward: 2}
     makers |= {
         make_norm_quantize: 1,

@@ -124,6 +124,29 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
   else call.status = PYDET_OK; /* no pair */
 }
 
+/* Of one tensor, or of as many as a call takes, each by its own rows of the buffers. */
+__attribute__((noinline)) static void run_adamw(void) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  const pydet_adamw_step step = {sizeof step, 0, 0.1, 0.9, 0.99, 1e-8, 0.1, 0.9, 0.99};
+  pydet_adamw_options options = {sizeof options, 0, NULL};
+  static pydet_tensor tensors[5][PYDET_ADAMW_TENSORS];
+  static const pydet_tensor *lists[5][PYDET_ADAMW_TENSORS];
+  char *const buffers[] = {a, b, c, bias, workspace};
+  int32_t list, i, used = call.transposed ? PYDET_ADAMW_TENSORS : 1;
+  static int64_t size[1];
+  size[0] = call.m * call.n;
+  for (list = 0; list < 5; ++list)
+    for (i = 0; i < used; ++i) {
+      tensors[list][i] =
+          tensor(buffers[list] + i * (kMost / PYDET_ADAMW_TENSORS), 1, size, NULL, list < 2 ? call.dtype : fp32);
+      lists[list][i] = &tensors[list][i];
+    }
+  if (size[0] * 4 > kMost / PYDET_ADAMW_TENSORS) used = 1;
+  options.kernel = call.kernel;
+  call.status = pydet_adamw(NULL, lists[0], lists[1], lists[2], lists[3], call.dtype.bits == 16 ? lists[4] : NULL, used,
+                            &step, &options);
+}
+
 /* Of few tokens, columns and states, whose workspace fits. */
 __attribute__((noinline)) static void run_scan_backward(void) {
   const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
@@ -309,6 +332,8 @@ static void run(void) {
       if (call.status == PYDET_OK) run_loss(of_rows);
     } else if (!strncmp(call.operation, "embedding", 9)) {
       run_embedding(&x, of_rows, &y);
+    } else if (!strcmp(call.operation, "adamw")) {
+      run_adamw();
     } else if (!strncmp(call.operation, "rotary", 6)) {
       run_rotary(&x, of_rows, of_row, &y);
     } else if (strstr(call.operation, "_backward") &&

@@ -23,6 +23,7 @@ import cases
 import interop
 import pydet
 import test_activation as activations
+import test_adamw as adamws
 import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
@@ -339,18 +340,6 @@ def test_head_rows(device, kernel, dtype):
     shapes = [*heads_of_models.ASKED_SHAPES, (20, 6145)]
     heads_of_models.check_asked(Memory, out, dtype, shapes, (16,), kernel=kernel.name)
     heads_of_models.check_asked_in_slabs(Memory, out, dtype, kernel=kernel.name)
-
-
-def test_the_loss_of_the_head_is_refused(device):
-    """Of which there is no kernel: before anything is written."""
-    x, w = data("normal", (5, 8), np.float32), data("normal", (20, 8), np.float32, 1)
-    target, loss, dx = np.arange(5), np.full((), 7, np.float32), np.full((5, 8), 7, np.float32)
-    sentence = "no kernel on CUDA device 0 makes the loss of rows; those of the CPU do"
-    with pytest.raises(pydet.Error, match=f"^linear_cross_entropy: {sentence}"):
-        pydet.linear_cross_entropy(*map(Memory, (x, w, target)), out=Memory(loss))
-    with pytest.raises(pydet.Error, match=f"^linear_cross_entropy_backward: {sentence}"):
-        pydet.linear_cross_entropy_backward(None, *map(Memory, (x, w, target)), dx=Memory(dx), loss=Memory(loss))
-    assert loss == 7 and (dx == 7).all()
 
 
 @each("softmax_backward")
@@ -860,6 +849,14 @@ def test_fold(device, kernel, dtype):
         pytest.skip("between GPUs")
     folds.check(device.fold)
     assert device.taken > 300
+
+
+@each("adamw")
+def test_adamw(device, kernel, dtype):
+    adamws.check(device.adamw, dtype, sizes=[1, 3, 4, 5, 8, 33, 1023, 1024, 1025, 2047, 2048, 2049, 2052, 4097, 9001])
+    for count in (2, 33, 64):
+        adamws.check_lists(device.adamw, adamws.many(count, list(DTYPES.values())), adamws.HOW, f"{count} tensors")
+    assert device.taken > 70
 
 
 # ---- Which jobs blocks of Hopper's attention find --------------------------------------------------------------------

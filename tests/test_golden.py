@@ -17,6 +17,7 @@ import cases
 import pydet
 import reference
 import reference_activation
+import reference_adamw
 import reference_attention
 import reference_embedding
 import reference_fp8
@@ -24,6 +25,7 @@ import reference_head
 import reference_rotary
 import reference_sample
 import reference_scan
+import test_adamw as adamw_cases
 import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
 import test_rotary as rotary_cases
@@ -426,6 +428,19 @@ def attention_backward_digests(functions, arithmetic, dtype):
     }
 
 
+def adamw_digests(adamw, arithmetic, dtype):
+    """dtype: of the parameters; a list of them, whose gradients are of all types, step after step."""
+    digests = {}
+    for kind, number in itertools.product(["normal", "wide", "specials"], range(len(adamw_cases.STEPS))):
+        tensors = [
+            adamw_cases.tensors_of(first + number, (size,), DTYPES[dtype], kind)
+            for first, size in ((0, 300), (10, 17), (21, 4100))
+        ]
+        adamw(*adamw_cases.lists_of(tensors), **adamw_cases.STEPS[number])
+        digests[f"{dtype} {kind} {number}"] = digest(*itertools.chain(*tensors))
+    return digests
+
+
 def linear_cross_entropy_digests(linear_cross_entropy, arithmetic, dtype):
     """Of the loss and its gradients at once."""
     rules = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2, "temperature": 0.7}]
@@ -475,6 +490,7 @@ DIGESTS = {
     "causal_conv1d_backward": causal_conv1d_backward_digests,
     "rotary_table": rotary_table_digests,
     "rotary": rotary_digests,
+    "adamw": adamw_digests,
     "linear_cross_entropy": linear_cross_entropy_digests,
 }
 
@@ -508,6 +524,8 @@ def reference_of(operation):
         return reference_fp8.rmsnorm_quantize
     if operation.startswith("rotary"):
         return getattr(reference_rotary, operation)
+    if operation == "adamw":
+        return reference_adamw.adamw
     if operation == "linear_cross_entropy":
         return lambda *given, **how: reference_head.cross_entropy(*given, functions=reference_head.STEPS, **how)[:4]
     return getattr(
@@ -636,6 +654,10 @@ def test_gated_delta_backward(gated_delta_backward_kernel):
 def test_causal_conv1d_backward(causal_conv1d_backward_kernel):
     kernel = causal_conv1d_backward_kernel
     check_golden("causal_conv1d_backward", kernel.causal_conv1d_backward, "ieee", kernel.dtype)
+
+
+def test_adamw(adamw_kernel):
+    check_golden("adamw", adamw_kernel.adamw, "ieee", adamw_kernel.dtype)
 
 
 def test_rotary_table(rotary_table_kernel):

@@ -114,9 +114,10 @@ def test_chunks_of_rows(count):
         for got, one in zip((made.loss, *made[:3]), want, strict=True):
             assert got.tobytes() == one.tobytes()
         size = FIXED + (count or 131) * row_bytes(50, x.dtype, False, False) + 3 * 131 * 4 + 16 * 3
-        assert pydet.linear_cross_entropy(x, w, target, workspace=size, arithmetic="ieee", **how) .tobytes() == want[
-            0
-        ].tobytes()
+        assert (
+            pydet.linear_cross_entropy(x, w, target, workspace=size, arithmetic="ieee", **how).tobytes()
+            == want[0].tobytes()
+        )
 
 
 def test_micro_batches_have_the_gradients_of_one_batch():
@@ -438,9 +439,7 @@ def test_the_workspace_is_all_that_is_written(rows, ignored):
             OPTIONS, workspace=ffi.cast("void *", room.address), workspace_size=room.size, **settings
         )
         forward = lambda options=options: lib.pydet_linear_cross_entropy(ffi.NULL, *given[:5], options)
-        backward = lambda options=options: lib.pydet_linear_cross_entropy_backward(
-            ffi.NULL, ffi.NULL, *given, options
-        )
+        backward = lambda options=options: lib.pydet_linear_cross_entropy_backward(ffi.NULL, ffi.NULL, *given, options)
         for call in (backward, forward, backward, backward):
             for out in outs:
                 out[...] = 7

@@ -370,6 +370,7 @@ SIGNATURES = {
     "scaled_gemm": "a b * a_scale b_scale bias out out_dtype accumulate arithmetic k_chunk initial kernel stream",
     "quantize": "x * granularity dtype scale_dtype power_of_two transposed scale out kernel stream",
     "fold": "parts * bias out out_dtype order accumulate kernel stream",
+    "adamw": "params grads exp_avgs exp_avg_sqs masters * lr beta_powers betas eps weight_decay kernel stream",
     "audit": "a b c * a_scale b_scale bias arithmetic k_chunk sample seed",
     "kernels": "",
     "devices": "",

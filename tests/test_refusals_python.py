@@ -792,6 +792,7 @@ operands = {
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],
+    "adamw": [(np.ones(4, np.float32),) for _ in range(4)],
 }
 kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}
 kinds |= {"log_softmax": "softmax", "log_softmax_backward": "softmax_backward"}

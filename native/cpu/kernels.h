@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/activation/problem.h"
+#include "ops/adamw/problem.h"
 #include "ops/attention/problem.h"
 #include "ops/embedding/problem.h"
 #include "ops/fold/problem.h"
@@ -43,6 +44,7 @@ template <class Isa> pydet_status rotary(const Rotary &);
 template <class Isa> pydet_status activation(const Activation &);
 template <class Isa> pydet_status activation_backward(const ActivationBackward &);
 template <class Isa> pydet_status fold(const Fold &);
+template <class Isa> pydet_status adamw(const AdamW &);
 template <class Isa> pydet_status round_elements(const Rounding &);
 template <class Isa> pydet_status layernorm(const LayerNorm &);
 template <class Isa> pydet_status layernorm_backward(const LayerNormBackward &);

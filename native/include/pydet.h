@@ -169,6 +169,10 @@ PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const 
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 
+/* Bytes more for a, b, dc, x or w, where a kernel can use a copy: of bf16 or fp16 whose rows begin at no multiple of 16
+ * bytes (K = 3420), on a Hopper. 0 elsewhere, and above 1 GiB. */
+PYDET_API pydet_status pydet_gemm_copy_workspace(const pydet_tensor *operand, uint64_t *bytes);
+
 /* ---- Skinny GEMM ----------------------------------------------------------------------------------------------
  *   y[..., n] = round( chain_k(x[..., k], w[n, k]) + bias[n] )
  *
@@ -883,6 +887,33 @@ typedef struct pydet_fold_options {
 
 PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t count,
                                   const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
+
+/* ---- AdamW ----------------------------------------------------------------------------------------------------
+ * One step in place, of count tensors: 1 to PYDET_ADAMW_TENSORS. masters: NULL, or fp32 beside bf16, fp16. */
+enum { PYDET_ADAMW_TENSORS = 64 };
+
+typedef struct pydet_adamw_step {
+  uint32_t struct_size;
+  int32_t reserved;
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double beta1_power; /* beta1^t */
+  double beta2_power;
+} pydet_adamw_step;
+
+typedef struct pydet_adamw_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  const char *kernel;
+} pydet_adamw_options;
+
+PYDET_API pydet_status pydet_adamw(void *stream, const pydet_tensor *const *params, const pydet_tensor *const *grads,
+                                   const pydet_tensor *const *exp_avgs, const pydet_tensor *const *exp_avg_sqs,
+                                   const pydet_tensor *const *masters, int32_t count, const pydet_adamw_step *step,
+                                   const pydet_adamw_options *options);
 
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * Of one call on the CPU, its caller among them: by pydet_set_threads, PYDET_NUM_THREADS, OMP_NUM_THREADS, or the CPUs

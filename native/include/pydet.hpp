@@ -346,6 +346,11 @@ inline uint64_t gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
   call(pydet_gemm_workspace, batch, m, n, k, options, &bytes);
   return bytes;
 }
+inline uint64_t gemm_copy_workspace(const tensor &operand) {
+  uint64_t bytes = 0;
+  call(pydet_gemm_copy_workspace, operand.describe(), &bytes);
+  return bytes;
+}
 inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,
                                       const pydet_skinny_gemm_options *options = nullptr) {
   uint64_t bytes = 0;

@@ -21,6 +21,7 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 """
 
 from pydet.ops.activation import activation, activation_backward, geglu, gelu, sigmoid, silu, softplus, swiglu
+from pydet.ops.adamw import adamw
 from pydet.ops.attention import (
     attention,
     attention_backward,
@@ -55,6 +56,7 @@ from pydet.ops.scan import (
 from pydet.ops.softmax import log_prob, log_prob_backward, log_softmax, log_softmax_backward, softmax, softmax_backward
 from pydet.ops.types import (
     ABI,
+    ADAMW_TENSORS,
     DWEIGHT_ROWS,
     FOLD_PARTS,
     NUMERICS,
@@ -68,6 +70,7 @@ from pydet.ops.types import (
 
 __all__ = [
     "ABI",
+    "ADAMW_TENSORS",
     "DWEIGHT_ROWS",
     "FOLD_PARTS",
     "NUMERICS",
@@ -81,6 +84,7 @@ __all__ = [
     "__version__",
     "activation",
     "activation_backward",
+    "adamw",
     "attention",
     "attention_backward",
     "attention_paged",
