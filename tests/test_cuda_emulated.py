@@ -28,6 +28,7 @@ import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
 import test_head as heads_of_models
+import test_linear_cross_entropy as losses
 import test_rmsnorm_heads as heads
 import test_rmsnorm_quantize as quantized
 import test_rotary as rotary
@@ -340,6 +341,11 @@ def test_head_rows(device, kernel, dtype):
     shapes = [*heads_of_models.ASKED_SHAPES, (20, 6145)]
     heads_of_models.check_asked(Memory, out, dtype, shapes, (16,), kernel=kernel.name)
     heads_of_models.check_asked_in_slabs(Memory, out, dtype, kernel=kernel.name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_cross_entropy(device, dtype):
+    losses.check_on_a_device(Memory, lambda result: getattr(result, "tensor", result).array, dtype)
 
 
 @each("softmax_backward")

@@ -4,6 +4,7 @@ import pytest
 
 import pydet
 import test_head
+import test_linear_cross_entropy
 from test_cuda import OnDevice, each, torch  # noqa: F401
 
 SHAPES = [*test_head.ASKED_SHAPES, (40, 2049), (7, 6145), (300, 1031), (3, 50257)]
@@ -77,3 +78,10 @@ def test_rows_that_wait_and_that_are_passed_over(torch, dtype):
             if one is not None:
                 one, other = (t.contiguous().view(torch.uint8) for t in (one, other))
                 assert torch.equal(one, other), (case, rows, n, how["temperature"], list(asked))
+
+
+@pytest.mark.parametrize("dtype", test_head.DTYPES)
+def test_linear_cross_entropy(torch, dtype):
+    device = OnDevice(torch)
+    move = lambda array: device.to_device(array)[0]
+    test_linear_cross_entropy.check_on_a_device(move, device.to_host, dtype)

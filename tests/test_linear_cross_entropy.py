@@ -322,6 +322,31 @@ def test_each_kernel_of_rows(head_rows_kernel):
         ops.head._linear_cross_entropy(x, w, target, kernel="cpu_nothing")
 
 
+def check_on_a_device(move, out, dtype):
+    """The CPU's bits: of one row, of a chain and a rest, of more chains than a block has at a time."""
+    for rows, rule, reduction in zip((1, 40, 300, 4400, 40, 300), itertools.cycle(RULES), itertools.cycle(REDUCTIONS)):
+        for ignored in (-100, 7):
+            x, w, bias, target = problem(rows, 33, 24, DTYPES[dtype], rows, (np.int32, np.int64)[rows % 3 % 2], ignored)
+            target[-1], x[0, 0] = 33 if rows == 300 else 5, np.nan if rows == 40 else 1
+            how = {"reduction": reduction, "ignore_index": ignored, "arithmetic": "ieee", **rule}
+            asked = {"of_loss": True, "of_bias": True, **how}
+            lse = [np.zeros(rows, np.float32), np.zeros(rows, np.float32)]
+            dloss = np.asarray(gradient_like(target, reduction))
+            want = pydet.linear_cross_entropy(x, w, target, bias=bias, lse=lse[0], **how)
+            moved, held = [move(t) for t in (x, w, target)], move(lse[1])
+            loss = pydet.linear_cross_entropy(*moved, bias=move(bias), lse=held, **how)
+            assert out(loss).tobytes() == want.tobytes() and out(held).tobytes() == lse[0].tobytes(), (rows, how)
+            want = pydet.linear_cross_entropy_backward(dloss, x, w, target, bias=bias, **asked)
+            made = pydet.linear_cross_entropy_backward(move(dloss), *moved, bias=move(bias), **asked)
+            for got, one in zip(made, want, strict=True):
+                assert out(got).tobytes() == one.tobytes(), (rows, how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_devices_are_held_to(dtype):
+    check_on_a_device(np.asarray, np.asarray, dtype)
+
+
 # ---- Threads and the calling thread ----------------------------------------------------------------------------------
 
 

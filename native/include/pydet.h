@@ -433,7 +433,7 @@ PYDET_API pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, 
 /* ---- Linear cross-entropy -------------------------------------------------------------------------------------
  *   loss[t] = -log_prob[t];   with label_smoothing E   (1 - E) loss[t] + E (lse[t] - mean[t]);   + z_loss lse[t]^2
  *
- * Of rows as above and their targets, int32 or int64, in fp32. On the CPU. An ignored row has loss 0 and no gradient.
+ * Of rows as above and their targets, int32 or int64, in fp32. An ignored row has loss 0 and no gradient.
  * loss is [], or [...] for PYDET_REDUCTION_NONE; dloss like it, or NULL for 1. loss in backward is NULL, or written too. */
 enum { PYDET_REDUCTION_MEAN = 0, PYDET_REDUCTION_SUM = 1, PYDET_REDUCTION_NONE = 2 };
 

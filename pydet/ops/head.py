@@ -195,7 +195,7 @@ def linear_cross_entropy(
     stream: Stream | None = None,
 ) -> Any:
     """The negative :func:`linear_log_prob` of targets, summed, without the logits of all rows in memory, and with the
-    bits of ``pydet.torch.linear_cross_entropy``. On the CPU.
+    bits of ``pydet.torch.linear_cross_entropy``.
 
     Args:
         x, w, bias, logits_dtype, temperature, softcap, arithmetic, k_chunk, stream: as in :func:`linear_log_prob`.

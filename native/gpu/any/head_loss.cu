@@ -103,7 +103,8 @@ pydet_status head_loss(const HeadLoss &p) {
   DeviceGuard guard(p.device.id);
   if (guard.error() != kGpuSuccess) return device_error("head_loss", guard.error());
   const int64_t blocks = divide_up(p.rows, kThreads);
-  if (p.loss.data && p.reduction == Reduction::none && p.rows > 0) PYDET_TRY(launch(blocks_of(p, blocks), losses_kernel, p));
+  if (p.loss.data && p.reduction == Reduction::none && p.rows > 0)
+    PYDET_TRY(launch(blocks_of(p, blocks), losses_kernel, p));
   if (p.loss.data && p.reduction != Reduction::none) PYDET_TRY(launch(blocks_of(p, 1), reduced_loss_kernel, p));
   if (!p.dlog_prob.data || p.rows == 0) return PYDET_OK;
   return launch(blocks_of(p, blocks < kMostBlocks ? blocks : kMostBlocks), loss_gradients_kernel, p);
