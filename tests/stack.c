@@ -90,6 +90,23 @@ __attribute__((noinline)) static void run_head(int64_t *of_rows) {
   call.status = pydet_linear_log_prob_backward(NULL, &given, &x, &w, NULL, &index, &made, &dx, &dw, &dbias, &options);
 }
 
+/* What of a loss takes the most steps: with its gradients, of lse and means too, and of a target that is ignored. */
+__attribute__((noinline)) static void run_loss(int64_t *of_rows) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1}, whole = {PYDET_INT, 64, 1};
+  int64_t of_x[] = {call.m, call.k}, of_w[] = {call.n, call.k}, of_columns[] = {call.n};
+  pydet_linear_cross_entropy_options options = {
+      sizeof options, PYDET_AUTO, 0, {0, 0, 0}, 0, NULL, 0, 2.0f, 0.5f, 0.1, 0.01, 0, 1, 0, NULL, NULL, 0};
+  pydet_tensor x = tensor(a, 2, of_x, NULL, call.dtype), w = tensor(b, 2, of_w, NULL, call.dtype);
+  pydet_tensor target = tensor(b, 1, of_rows, NULL, whole), loss = tensor(bias + kMost / 2, 0, NULL, NULL, fp32);
+  pydet_tensor dx = tensor(c, 2, of_x, NULL, call.dtype), dw = tensor(workspace, 2, of_w, NULL, fp32);
+  pydet_tensor dbias = tensor(bias, 1, of_columns, NULL, fp32);
+  options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+  if (!strcmp(call.operation, "head_rows")) options.kernel = call.kernel;
+  call.status =
+      pydet_linear_cross_entropy_backward(NULL, NULL, &x, &w, NULL, &target, &loss, &dx, &dw, &dbias, &options);
+  if (call.status == PYDET_OK) call.status = pydet_linear_cross_entropy(NULL, &x, &w, NULL, &target, &loss, &options);
+}
+
 __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t *of_rows, int64_t *of_row,
                                                  const pydet_tensor *y) {
   const pydet_dtype whole = {PYDET_INT, 64, 1}, fp32 = {PYDET_FLOAT, 32, 1};
@@ -309,8 +326,10 @@ static void run(void) {
     } else if (!strcmp(call.operation, "topk")) {
       run_topk(&x, &y);
       if (call.status == PYDET_OK) run_head(of_rows);
+      if (call.status == PYDET_OK) run_loss(of_rows);
     } else if (!strcmp(call.operation, "head_rows")) {
       run_head(of_rows);
+      if (call.status == PYDET_OK) run_loss(of_rows);
     } else if (!strncmp(call.operation, "embedding", 9)) {
       run_embedding(&x, of_rows, &y);
     } else if (!strcmp(call.operation, "adamw")) {

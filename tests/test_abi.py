@@ -114,6 +114,7 @@ SIZES = {
     "pydet_embedding_options": 16,
     "pydet_embedding_backward_options": 48,
     "pydet_linear_log_prob_options": 96,
+    "pydet_linear_cross_entropy_options": 104,
     "pydet_scan_options": 16,
     "pydet_scan_backward_options": 32,
     "pydet_rotary_table_options": 24,
@@ -179,6 +180,9 @@ def test_enumerators_are_pinned():
         "BFLOAT": 4,
         "BOOL": 6,
         "DWEIGHT_ROWS": 256,
+        "REDUCTION_MEAN": 0,
+        "REDUCTION_SUM": 1,
+        "REDUCTION_NONE": 2,
     }
     assert {name: getattr(lib, f"PYDET_{name}") for name in pinned} == pinned
     assert pydet.DWEIGHT_ROWS == lib.PYDET_DWEIGHT_ROWS

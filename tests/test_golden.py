@@ -21,6 +21,7 @@ import reference_adamw
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_head
 import reference_rotary
 import reference_sample
 import reference_scan
@@ -440,6 +441,23 @@ def adamw_digests(adamw, arithmetic, dtype):
     return digests
 
 
+def linear_cross_entropy_digests(linear_cross_entropy, arithmetic, dtype):
+    """Of the loss and its gradients at once."""
+    rules = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2, "temperature": 0.7}]
+    rules += [{"label_smoothing": 0.3, "z_loss": 1e-3, "softcap": 3.0, "ignore_index": 7}]
+    digests = {}
+    for reduction, rule in itertools.product(("mean", "sum", "none"), rules):
+        x, w, bias = (data("normal", shape, DTYPES[dtype], i) for i, shape in enumerate(((300, 24), (130, 24), (130,))))
+        target = (np.arange(300) * 37 % 130).astype(np.int64)
+        target[1::5], target[2] = rule.get("ignore_index", -100), 130
+        dloss = data("normal", (300,), reference.FLOAT32, 3)
+        dloss = dloss if reduction == "none" else dloss[0].reshape(())
+        how = {"bias": bias, "arithmetic": arithmetic, "reduction": reduction, **rule}
+        what = ", ".join(f"{key}={value}" for key, value in rule.items()) or "plain"
+        digests[f"{arithmetic} {dtype} {reduction} {what}"] = digest(*linear_cross_entropy(dloss, x, w, target, **how))
+    return digests
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -473,6 +491,7 @@ DIGESTS = {
     "rotary_table": rotary_table_digests,
     "rotary": rotary_digests,
     "adamw": adamw_digests,
+    "linear_cross_entropy": linear_cross_entropy_digests,
 }
 
 
@@ -507,6 +526,8 @@ def reference_of(operation):
         return getattr(reference_rotary, operation)
     if operation == "adamw":
         return reference_adamw.adamw
+    if operation == "linear_cross_entropy":
+        return lambda *given, **how: reference_head.cross_entropy(*given, functions=reference_head.STEPS, **how)[:4]
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -645,6 +666,21 @@ def test_rotary_table(rotary_table_kernel):
 
 def test_rotary(rotary_kernel):
     check_golden("rotary", rotary_kernel.rotary, "ieee", rotary_kernel.dtype)
+
+
+def test_linear_cross_entropy(head_rows_kernel):
+    """By each kernel of rows, and by those that the library chooses."""
+    for kernel in (head_rows_kernel.name, None):
+
+        def made(dloss, x, w, target, reduction="mean", kernel=kernel, **how):
+            number = {"mean": 0, "sum": 1, "none": 2}[reduction]
+            asked = {"of_x": True, "of_w": True, "of_bias": True, "of_loss": True, "reduction": number, **how}
+            dx, dw, dbias, loss = pydet.ops.head._linear_cross_entropy_backward(
+                dloss, x, w, target, kernel=kernel, **asked
+            )
+            return loss, dx, dw, dbias
+
+        check_golden("linear_cross_entropy", made, "ieee", head_rows_kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

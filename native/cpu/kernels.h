@@ -8,7 +8,7 @@
 #include "ops/embedding/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/rounding.h"
-#include "ops/head/problem.h"
+#include "ops/head/loss.h"
 #include "ops/norm/problem.h"
 #include "ops/rotary/problem.h"
 #include "ops/sample/problem.h"
@@ -34,6 +34,7 @@ template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
 template <class Isa> pydet_status head_rows(const HeadRows &);
+template <class Isa> pydet_status head_loss(const HeadLoss &);
 template <class Isa> pydet_status sample(const Sample &);
 template <class Isa> pydet_status topk(const TopK &);
 template <class Isa> pydet_status embedding(const Embedding &);

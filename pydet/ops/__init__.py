@@ -32,7 +32,12 @@ from pydet.ops.attention import (
 from pydet.ops.embedding import embedding, embedding_backward
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
-from pydet.ops.head import linear_log_prob, linear_log_prob_backward
+from pydet.ops.head import (
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
+    linear_log_prob,
+    linear_log_prob_backward,
+)
 from pydet.ops.layernorm import layernorm, layernorm_backward
 from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
 from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
@@ -103,6 +108,8 @@ __all__ = [
     "last_kernel",
     "layernorm",
     "layernorm_backward",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
     "linear_log_prob",
     "linear_log_prob_backward",
     "log_prob",
