@@ -793,6 +793,7 @@ def start(count, function, *arguments):
     """Processes that are forked from one which has imported torch."""
     context = multiprocessing.get_context("forkserver")
     wrappers = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+    wrappers.append("transformers.models.qwen3_moe.modeling_qwen3_moe")  # where there is one
     context.set_forkserver_preload(["torch", *wrappers, "pydet.torch.distributed"])
     queue = context.Queue()
     processes = [context.Process(target=function, args=(rank, *arguments, queue), daemon=True) for rank in range(count)]

@@ -191,6 +191,13 @@ def watch_optimizers() -> Any:
     return register_optimizer_step_pre_hook(_before_step)
 
 
+def _left_out(parallel: Any, parameters: dict[str, Any]) -> bool:
+    """Whether a DistributedDataParallel leaves all of these to shard_experts, which sums them over the same ranks."""
+    shares = [getattr(x, "pydet_shares", None) for x in parameters.values() if x is not None]
+    ranks = torch.distributed.get_process_group_ranks(parallel.process_group)
+    return all(x is not None and x.tokens == "shard" and x.ranks() == ranks for x in shares)
+
+
 def check_own(operation: str, **parameters: Any) -> None:
     """In a forward whose backward will add to sums: the parameters have them, and nothing is to reduce grad."""
     for name, parameter in parameters.items():
@@ -204,7 +211,7 @@ def check_own(operation: str, **parameters: Any) -> None:
             )
     parallel = getattr(torch.nn.parallel.distributed, "DistributedDataParallel", None)
     active = getattr(parallel, "_active_ddp_module", None)
-    if active is not None and active.require_backward_grad_sync:
+    if active is not None and active.require_backward_grad_sync and not _left_out(active, parameters):
         refuse_wrapper("DistributedDataParallel", "it called and its backward run under its no_sync()")
 
 
@@ -340,7 +347,13 @@ class Sources(NamedTuple):
     rows: list[int]
 
 
-def _begin_pass(parameter: Any, main: torch.Tensor) -> None:
+def _written(parameter: Any) -> tuple[int, int]:
+    """What tells one main_grad, and who zeroed it, from another. A DTensor's own version counts what it was told."""
+    main = main_grad(parameter)
+    return id(main), main._version
+
+
+def _begin_pass(parameter: Any) -> None:
     """The sum over segments has an order where a backward pass adds one segment of each rank, once. The passes since
     main_grad was zeroed, or OrderedMainGrads.add(), are counted."""
     ask = getattr(torch._C, "_current_graph_task_id", None)
@@ -352,7 +365,7 @@ def _begin_pass(parameter: Any, main: torch.Tensor) -> None:
             "follow the number of ranks; want it called once, or tokens='replicate'",
         )
     parameter.pydet_pass = number
-    zeroed = getattr(parameter, "pydet_version", -1) != main._version
+    zeroed = getattr(parameter, "pydet_written", None) != _written(parameter)
     parameter.pydet_passes = 1 if zeroed else getattr(parameter, "pydet_passes", 0) + 1
 
 
@@ -413,7 +426,7 @@ def _add(
     if sources is None:
         pydet.grouped_gemm(left, right, ends, out=main, accumulate=True, **how)
         return
-    _begin_pass(parameter, main)
+    _begin_pass(parameter)
     for start, end, count in zip(sources.starts, sources.ends, sources.rows, strict=True):
         if count and how["k_chunk"] is None:  # a chunk that has all of them: a chain from +0, and one addition
             one = how | {"k_chunk": -(-count // 16) * 16}
@@ -421,7 +434,7 @@ def _add(
         elif count:
             part = pydet.grouped_gemm(left, right, end, start, out_dtype=torch.float32, **how)
             pydet.fold([part], out=main, accumulate=True)
-    parameter.pydet_version = main._version
+    parameter.pydet_written = _written(parameter)
 
 
 class AccumulatingAttention(torch.autograd.Function):

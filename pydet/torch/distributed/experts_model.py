@@ -3,8 +3,8 @@
 Two cases. Each rank has tokens of its own (``shard``), as in data parallel training: rows travel to their experts and
 back (:mod:`pydet.torch.distributed.experts`). Or all ranks have the same tokens (``replicate``), as beside tensor
 parallel layers: a rank makes the rows of its own experts, and of all rows each is one rank's. Those of few tokens are
-joined by an all-reduce of their bit patterns as integers, of which all ranks' but one are zero: so nothing is rounded,
-nothing waits for the host, and a CUDA graph may hold it. Of many tokens each rank takes a part, as if they were its own.
+joined by an all-reduce of their bit patterns as integers, of which all ranks' but one are zero: nothing is rounded, and
+nothing waits for the host, so a CUDA graph may hold it. Of many tokens each rank takes a part, as if they were its own.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ class Shares:
         if size > JOIN_BYTES and not capturing():
             self._compare(x, index, weights)
             differentiable = torch.is_grad_enabled() and weights.requires_grad
-            parts = (_OwnPart.apply(t, group) for t in (x, index, weights))
+            parts: list[Tensor] = [_OwnPart.apply(t, group) for t in (x, index, weights)]
             terms = lambda: (f"gradients of weights {differentiable}", *_terms(module, how))  # noqa: E731
-            y = by_ranks(_OP, *parts, lambda rows, ends, _: _layers(module, how, rows, ends), count, group, terms)
+            layers = lambda rows, ends, _: _layers(module, how, rows, ends)  # noqa: E731
+            y = by_ranks(_OP, parts[0], parts[1], parts[2], layers, count, group, terms)
             whole: Tensor = _AllParts.apply(y, len(x), group)
             return whole
         each = count // dist.get_world_size(group)
@@ -300,7 +301,7 @@ def _load(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     shares: Shares = module.pydet_shares
     for name in _names(module):
         given, own = state.get(prefix + name), getattr(module, name)
-        if not isinstance(given, torch.Tensor):
+        if given is None:
             continue
         if hasattr(given, "full_tensor"):
             if given.placements == own.placements and given.device_mesh == own.device_mesh:
@@ -309,8 +310,8 @@ def _load(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         if given.shape != own.shape:
             fail(
                 INVALID_VALUE,
-                f"{_OP}: {prefix}{name} of the state is {tuple(given.shape)}, want {tuple(own.shape)} with all experts, "
-                "or a DTensor (torch.distributed.checkpoint loads any number of ranks' into any other)",
+                f"{_OP}: {prefix}{name} of the state is {tuple(given.shape)}, want {tuple(own.shape)}, all "
+                "experts, or a DTensor (torch.distributed.checkpoint loads any number of ranks' into any other)",
             )
         state[prefix + name] = _share(given, shares.mesh, shares).detach()
 
@@ -385,7 +386,7 @@ def shard_experts(model: torch.nn.Module, *, group: Group = None, tokens: Tokens
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
-    ours = group if group is not None else dist.group.WORLD
+    ours: Any = group if group is not None else dist.group.WORLD
 
     def terms() -> tuple[Any, ...]:
         mesh = DeviceMesh.from_group(ours, device.type)

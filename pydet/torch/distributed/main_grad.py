@@ -78,7 +78,9 @@ class OrderedMainGrads:
                     "'shard' in the group that shares the data, or 'replicate' in one that does not",
                 )
         # Theirs are summed in backward, on the rank that has them.
-        self.experts = [p for p in self.parameters if getattr(getattr(p, "pydet_shares", None), "tokens", "") == "shard"]
+        self.experts = [
+            p for p in self.parameters if getattr(getattr(p, "pydet_shares", None), "tokens", "") == "shard"
+        ]
         of_experts = {id(p) for p in self.experts}
         self.parameters = [p for p in self.parameters if id(p) not in of_experts]
         self.device = (self.experts + self.parameters)[0].device
@@ -96,7 +98,9 @@ class OrderedMainGrads:
         def terms() -> tuple[Any, ...]:
             for p in self.experts + self.parameters:
                 if hasattr(p, "pydet_shares") and getattr(p, "main_grad", None) is None:
-                    fail(INVALID_VALUE, f"{op}: experts that are shared out have no main_grad; want accumulate_gradients")
+                    fail(
+                        INVALID_VALUE, f"{op}: experts that are shared out have no main_grad; want accumulate_gradients"
+                    )
             for p in self.experts:
                 if (passes := getattr(p, "pydet_passes", 0)) > 1:
                     fail(
@@ -182,6 +186,6 @@ class OrderedMainGrads:
 
 def _layout(p: Any) -> str:
     """The shape of a parameter, as ranks compare it: with this rank's share, where others have the same."""
-    shares = getattr(p, "pydet_shares", None)
+    shares: Any = getattr(p, "pydet_shares", None)
     of_others = shares is not None and shares.tokens == "replicate"
     return f"{tuple(p.shape)} {shares.place()}" if of_others else f"{tuple(p.shape)}"
