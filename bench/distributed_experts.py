@@ -158,9 +158,9 @@ def layers_of_all(run, of):
 def moe(run):
     """us of a whole decoder layer of Qwen3-30B-A3B: decoding with a cache, reading, and a step of training.
 
-    Stock is Transformers' layer with torch's attention and grouped_mm: all of it on one GPU; or its experts on all, with
-    the tokens shared out, which go to them and back by NCCL's all-to-all. pydet's with tokens shared out is the same
-    division; with the same tokens on every rank, each has all of the attention and its own experts.
+    Stock is Transformers' layer with torch's attention and grouped_mm. On one GPU it has all tokens. On all of them the
+    experts are shared out, and so are the tokens, which go to them and back by NCCL's all-to-all. pydet's with tokens
+    shared out is the same division; with the same tokens on every rank, each has all of the attention.
     """
     import inspect
 

@@ -17,7 +17,7 @@ import traceback
 
 import pytest
 
-from test_torch_distributed import found_by, free_port, local, start, tensors
+from test_torch_distributed import found_by, free_port, integers, local, start, tensors
 
 SIZES = (1, 2, 4, 8)
 SEGMENTS, EXPERTS, VOCABULARY = 8, 16, 64
@@ -88,7 +88,7 @@ def parts(group, mine):
     import torch.distributed as dist
 
     found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
+    dist.all_gather_object(found, {name: x.cpu() for name, x in mine.items()}, group=group)
     return {name: x for some in found for name, x in some.items()}
 
 
@@ -213,7 +213,7 @@ def layers(group, share=True):
         for i in range(rank, SEGMENTS, world):
             x, dy = tensors(i, (counts[i], 32), (counts[i], 32), dtype=getattr(torch, dtype))
             (weights,) = tensors(9 + i, (counts[i], 3), dtype=torch.float32)
-            index = torch.randint(0, EXPERTS - 1, (counts[i], 3), generator=torch.Generator().manual_seed(i))
+            index = integers(EXPERTS - 1, (counts[i], 3), i)
             index[:1, 1], index[3:4] = EXPERTS, EXPERTS + 5
             x.requires_grad_()
             weights.requires_grad_()
