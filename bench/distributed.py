@@ -573,7 +573,9 @@ def context(run):
         one = lambda q, k, v: pydet.torch.attention(q, k, v, scale=HEAD**-0.5, causal=True)  # noqa: E731
         many = functools.partial(pd.context_parallel_attention, causal=True, layout="zigzag", scale=HEAD**-0.5)
         us, found = {}, {}
-        for name, attend, its in (("one GPU", one, lambda x: x), ("the ranks", many, cut)):
+        by_heads = functools.partial(many, method="heads")
+        ways = ("one GPU", one, lambda x: x), ("the ranks", many, cut), ("by heads", by_heads, cut)
+        for name, attend, its in ways:
             given, gradient = [its(x).contiguous() for x in leaves], its(dy).contiguous()
             with run.torch.no_grad():
                 us[f"{name}, forward"] = run.timed(lambda i, g=given, a=attend: a(*g), 3)
@@ -585,12 +587,17 @@ def context(run):
                 return [y.detach(), *(x.grad for x in with_gradients)]
 
             us[f"{name}, step"] = run.timed(step, 2)
-            found[name] = [x if name == "the ranks" else cut(x) for x in step(0)]
+            found[name] = [cut(x) if name == "one GPU" else x for x in step(0)]
         differ = {
-            what: run.differ(got, want.contiguous())
-            for what, got, want in zip(("y", "dq", "dk", "dv"), found["the ranks"], found["one GPU"], strict=True)
+            f"{what}, {name}": run.differ(got, want.contiguous())
+            for name in ("the ranks", "by heads")
+            for what, got, want in zip(("y", "dq", "dk", "dv"), found[name], found["one GPU"], strict=True)
         }
-        times = {what: round(us[f"one GPU, {what}"] / us[f"the ranks, {what}"], 3) for what in ("forward", "step")}
+        times = {
+            f"{name}, {what}": round(us[f"one GPU, {what}"] / us[f"{name}, {what}"], 3)
+            for name in ("the ranks", "by heads")
+            for what in ("forward", "step")
+        }
         run.note("context", tokens=tokens, us=us, times_one=times, differ=differ)
 
 
