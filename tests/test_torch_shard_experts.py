@@ -27,7 +27,7 @@ FAMILIES = ("Mixtral", "DeepSeek-V3", "gpt-oss")
 # ---- Models --------------------------------------------------------------------------------------------------------
 
 
-def qwen(dtype):
+def qwen(dtype, **more):
     """A converted Qwen3-MoE of two layers."""
     import torch
     import transformers
@@ -38,7 +38,7 @@ def qwen(dtype):
     pydet.torch.register_attention()
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     of_experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = transformers.Qwen3MoeConfig(vocab_size=VOCABULARY, head_dim=16, **sizes, **of_experts)
+    config = transformers.Qwen3MoeConfig(vocab_size=VOCABULARY, head_dim=16, **sizes, **of_experts, **more)
     model = transformers.Qwen3MoeForCausalLM(config).to(getattr(torch, dtype))
     model.set_attn_implementation("pydet")
     pydet.torch.convert(model, strict=True)
@@ -95,9 +95,10 @@ def parts(group, mine):
 # ---- What each process runs ----------------------------------------------------------------------------------------
 
 
-def train(group, dtype, *, share=True, kind="main_grad", steps=2):
+def train(group, dtype, *, share=True, kind="main_grad", begin=0, steps=2, load=None, save=None):
     """Steps over eight segments, dealt round robin: logits, losses, sums, norms, parameters and the state of AdamW.
-    kind: how the sums of what is not shared out are made; or "reentrant", "not reentrant": with checkpointing."""
+    kind: how the sums of what is not shared out are made; "reentrant", "not reentrant": with checkpointing; "mixed":
+    under autocast, tied to the head, one segment with a loss of 0, for which a model by itself has none."""
     import torch
     import torch.distributed as dist
 
@@ -105,7 +106,8 @@ def train(group, dtype, *, share=True, kind="main_grad", steps=2):
     import pydet.torch.distributed as pd
 
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    net = model = qwen(dtype)
+    mixed = kind == "mixed"
+    net = model = qwen(dtype, tie_word_embeddings=mixed)
     if kind.endswith("reentrant"):
         net.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
         net.train()
@@ -139,13 +141,18 @@ def train(group, dtype, *, share=True, kind="main_grad", steps=2):
         net.set_gradient_divide_factor(1.0)
         net.set_force_sum_reduction_for_comms(True)
     optimizer = pydet.torch.AdamW(net.parameters(), lr=0.01)
-    for step in range(steps):
+    if load:
+        restored(net, optimizer, load, group)
+    for step in range(begin, steps):
         given, mine = segments(step), {}
         optimizer.zero_grad()
         for i in range(rank, SEGMENTS, world):
+            if mixed and i == 5 and not share:
+                continue
             with model.no_sync() if kind == "ddp" else contextlib.nullcontext():
-                logits = logits_of(model, given[i])
-                loss = loss_of(logits, given[i])
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                    logits = logits_of(model, given[i])
+                loss = loss_of(logits, given[i]) * (0 if mixed and i == 5 else 1)
                 loss.backward()
             mine |= {f"logits {i}": logits.detach(), f"loss {i}": loss.detach()}
             if sums is not None:
@@ -160,10 +167,30 @@ def train(group, dtype, *, share=True, kind="main_grad", steps=2):
         if share:  # whose norm is by segments
             yield f"norm {step}", pd.clip_grad_norm_(net.parameters(), 0.5, group=group)
         optimizer.step()
+    if save:
+        from torch.distributed import checkpoint
+
+        state = dict(zip(("model", "optimizer"), states().get_state_dict(net, optimizer), strict=True))
+        checkpoint.save(state, checkpoint_id=save, process_group=group)
     for name, p in net.named_parameters():
         if share:
             yield f"after {steps} {name}", everywhere(p)
             yield f"state after {steps} {name}", everywhere(optimizer.state[p]["exp_avg_sq"])
+
+
+def states():
+    import torch.distributed.checkpoint.state_dict
+
+    return torch.distributed.checkpoint.state_dict
+
+
+def restored(net, optimizer, folder, group):
+    """What any number of ranks saved."""
+    from torch.distributed import checkpoint
+
+    state = dict(zip(("model", "optimizer"), states().get_state_dict(net, optimizer), strict=True))
+    checkpoint.load(state, checkpoint_id=folder, process_group=group)
+    states().set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def same_tokens(group, dtype, *, share=True, join=True, accumulate=True):
@@ -422,9 +449,36 @@ def refusals(group):
         called(experts)
 
     hear("raised", raised_in_the_middle)
+
+    def leaves(before):
+        experts = made(accumulate=True)
+        sums = pd.OrderedMainGrads(experts.parameters(), group=group)
+        y = None if last and before == "forward" else called(experts)
+        if not last:
+            y.sum().backward()
+        sums.add()
+
+    hear("leaves before forward", lambda: leaves("forward"))
+    hear("leaves before backward", lambda: leaves("backward"))
+    hear("another type later", lambda: typed_later(made("gpt-oss"), group))
+    hear("compiled", torch.no_grad()(lambda: torch.compile(made(tokens="replicate"), backend="eager")(*routed_rows())))
     hear("afterwards", lambda: called(made(accumulate=True)).sum().backward())
     hear("ddp of another root", lambda: in_ddp(layer("Mixtral", "float32"), group, pd))
     return said
+
+
+def typed_later(experts, group):
+    """What PyTorch puts in the place of parameters is not taken for them."""
+    import pydet.torch
+
+    pydet.torch.accumulate_gradients(experts.bfloat16())
+
+
+def routed_rows():
+    import torch
+
+    index = torch.arange(12).view(4, 3)
+    return torch.ones(4, 32), index, torch.ones(4, 3)
 
 
 def resized(experts, count):
@@ -486,6 +540,7 @@ def work(rank, world, folder, port, queue):
         def once(where, group, **share):
             for dtype in ("float32", "bfloat16"):
                 note(where, train(group, dtype, **share), f"{dtype} ")
+            note(where, train(group, "float32", kind="mixed", steps=1, **share), "mixed ")
             joins = [{}] if share or where == 1 else [{}, {"join": False}]
             for i, how in enumerate(joins):
                 note(f"{where}, parts" if i else where, same_tokens(group, "bfloat16", **share, **how), "main ")
@@ -510,6 +565,16 @@ def work(rank, world, folder, port, queue):
             once("plain", ALONE, share=False)
             note("plain", families(ALONE, share=False))
         dist.barrier()
+        # A run that goes on with other numbers of ranks.
+        middle = os.path.join(folder, "middle")
+        for size, how in (
+            (4, {"steps": 1, "save": middle}),
+            (2, {"begin": 1, "load": middle}),
+            (8, {"begin": 1, "load": middle}),
+        ):
+            if rank < size:
+                note(f"{size}, again", train(groups[size], "bfloat16", **how), "bfloat16 ")
+            dist.barrier()
         # Groups of two beside each other, each with its own pace; then a mesh.
         note("a pair", train(pairs[rank // 2], "float32", steps=1), "float32 ")
         for shape in ((2, 2), (4, 2)):
@@ -581,6 +646,12 @@ def test_families_of_experts_are_taken(found, family):
         assert found[0][name][2] == found[1][name][2] == found[0][name]["plain"], name
 
 
+def test_a_run_goes_on_with_another_number_of_ranks(found):
+    for size in (2, 8):
+        names = [name for name, where in found[0].items() if f"{size}, again" in where]
+        assert sum("bfloat16 after 2 " in name for name in names) == 25 and "bfloat16 norm 1" in names
+
+
 def test_groups_beside_each_other_and_a_mesh(found):
     for shape, ranks in (((2, 2), 4), ((4, 2), 8)):
         names = [name for name, where in found[0].items() if f"mesh {shape}" in where]
@@ -620,6 +691,10 @@ HEARD = {  # on the others, on the last
     "sums of another group": ("shared out over the ranks of another group",) * 2,
     "clipped in another": ("is sharded as (Shard(dim=0),), want one dimension in 8 equal segments over 1 ranks",) * 2,
     "raised": ("refused: list index out of range", "IndexError: list index out of range"),
+    "leaves before forward": ("shard_experts: " + AGREE, "OrderedMainGrads.add: " + AGREE),
+    "leaves before backward": ("backward of experts: " + AGREE, "OrderedMainGrads.add: " + AGREE),
+    "another type later": ("that is a DTensor, of fully_shard or parallelize_module",) * 2,
+    "compiled": ("accepted",) * 2,
     "afterwards": ("accepted",) * 2,
 }
 

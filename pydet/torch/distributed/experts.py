@@ -33,8 +33,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         send, receive = ctx.splits
+        meet_in_backward(ctx.group, gradients[0])
         back: Tensor = _Exchange.apply(gradients[0], receive, send, ctx.group)  # which has a gradient of its own
         return back, None, None, None
+
+
+def meet_in_backward(group: Group, dy: Tensor) -> None:
+    """Before gradients travel: a rank that has left for another call is heard of, on a CPU every time."""
+    together("backward of experts", group, dy.device, lambda: (None, f"rows of {tuple(dy.shape[1:])}, {dy.dtype}"))
 
 
 def _exchanged(rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:

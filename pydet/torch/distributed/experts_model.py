@@ -19,7 +19,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.ops import Arithmetic
 from pydet.torch.accumulate import AccumulatingExperts, Sources, local
 from pydet.torch.distributed.exchange import Group, Tensor, gather, shared, together
-from pydet.torch.distributed.experts import by_ranks, check_routed
+from pydet.torch.distributed.experts import by_ranks, check_routed, meet_in_backward
 from pydet.torch.distributed.symmetric import capturing
 from pydet.torch.experts import ToExperts, combine, is_experts, layers_of, of_pydet, route, sum_of_slots
 from pydet.torch.experts_fp8 import Fp8Experts, matrices_of
@@ -67,6 +67,7 @@ class _ToOwnExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (inverse,), (tokens, width) = ctx.saved_tensors, ctx.shape
+        meet_in_backward(ctx.group, gradients[0])
         rows = _join(gradients[0][inverse], ctx.group).view(tokens, -1 if tokens else 0, width)
         ones = rows.new_ones((tokens, 1, rows.shape[1]))
         return torch.ops.pydet.gemm(ones, rows, None, None, "ieee")[:, 0], None, None, None
@@ -97,6 +98,7 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        meet_in_backward(ctx.group, gradients[0])
         return _all_parts(gradients[0], ctx.count, ctx.group), None
 
 
@@ -138,6 +140,7 @@ class Shares:
         """Which share of how many this rank has."""
         return f"share {dist.get_rank(self.group)} of {dist.get_world_size(self.group)}"
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks meet on the host
     def forward(self, module: Any, how: How, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What the layer of experts computes: ``[T, H]``."""
         if self.tokens == "shard":
