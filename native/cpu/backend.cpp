@@ -475,7 +475,7 @@ pydet_status round_here(const Rounding &problem) {
   return round_elements<Scalar>(problem);
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr, nullptr};
+constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr, nullptr, nullptr};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 
 pydet_status copy(const char *, int32_t, void *, void *to, const void *from, uint64_t bytes) {

@@ -7,6 +7,7 @@
 namespace pydet {
 
 struct Attention;  // ops/*/problem.h, as all of these
+struct Matrix;
 struct AttentionBackward;
 struct Activation;
 struct Embedding;
@@ -42,6 +43,12 @@ struct Fold;
 Choice gemm_sm90_choose(const Gemm &, int tile);
 pydet_status gemm_sm90(const Gemm &, const Choice &);
 uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
+
+// nvidia/gemm_copied.cu. The bytes of an operand's copy, 0 where Hopper's kernels can read it as it lies; and the copies,
+// with the product of them.
+uint64_t gemm_copied_bytes(const Matrix &);
+bool gemm_copied_takes(const Gemm &);
+pydet_status gemm_copy_operands(const Gemm &, Gemm *copied);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
 // have n adjacent, not k.
@@ -241,6 +248,11 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 
 // any/head_rows.cu
 pydet_status head_rows(const HeadRows &);
+
+// nvidia/head_rows_cluster.cu
+bool head_rows_cluster_takes(const HeadRows &);
+bool head_rows_cluster_prefers(const HeadRows &);
+pydet_status head_rows_cluster(const HeadRows &);
 
 // nvidia/softmax_staged.cu
 bool softmax_staged_takes(const Softmax &);

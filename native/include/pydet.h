@@ -169,6 +169,10 @@ PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const 
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 
+/* Bytes more for a, b, dc, x or w, where a kernel can use a copy: of bf16 or fp16 whose rows begin at no multiple of 16
+ * bytes (K = 3420), on a Hopper. 0 elsewhere, and above 1 GiB. */
+PYDET_API pydet_status pydet_gemm_copy_workspace(const pydet_tensor *operand, uint64_t *bytes);
+
 /* ---- Skinny GEMM ----------------------------------------------------------------------------------------------
  *   y[..., n] = round( chain_k(x[..., k], w[n, k]) + bias[n] )
  *

@@ -255,7 +255,7 @@ uint64_t gemm_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithm
   return matrix_cores ? skinny_mfma_workspace(m, n, k, k_chunk) : 0;
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_workspace, nullptr};
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_workspace, nullptr, nullptr};
 
 constexpr Backend hip() {
   Backend backend = {PYDET_ROCM, "HIP"};
