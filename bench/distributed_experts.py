@@ -46,9 +46,7 @@ def experts(run):
     import pydet.torch
     import pydet.torch.distributed as pd
 
-    torch, world, rank = run.torch, run.world, run.rank
-
-    plain = plain_mixture(run)
+    torch, world, rank, plain = run.torch, run.world, run.rank, plain_mixture(run)
 
     def ours(x, index, weights, up, down, group=None):
         def layers(rows, ends):
@@ -148,7 +146,7 @@ def layers_of_all(run, of):
     found["stock, all-to-all"] = stock, True
     for name, tokens in (("pydet, one GPU", None), ("pydet, tokens shared out", "shard"), ("pydet", "replicate")):
         layer = built(run, of, "pydet")
-        pydet.torch.convert(layer, strict=True)
+        pydet.torch.convert(layer)
         if tokens:
             pd.shard_experts(layer, tokens=tokens)
         found[name if tokens != "replicate" else "pydet, the same tokens"] = layer, tokens == "shard"
@@ -196,7 +194,7 @@ def moe(run):
 
                 us[name] = run.timed(call, 10)
                 outs[name] = call(0)
-                if run.given.gpus and not shared:
+                if run.given.gpus and not shared:  # an all-to-all waits for the host
                     us[f"{name}, a graph"] = run.graphed(call, 4)
             one = outs["pydet, one GPU"]
             differ = {n: run.differ(y, share(one) if layers[n][1] else one) for n, y in outs.items() if "pydet" in n}

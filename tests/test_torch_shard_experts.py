@@ -53,7 +53,10 @@ def layer(kind, dtype, **options):
     import test_torch_experts as of_one
 
     of_one.EXPERTS = EXPERTS
-    model = torch.nn.ModuleDict({"experts": of_one.Experts(kind, getattr(torch, dtype))})
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        model = torch.nn.ModuleDict({"experts": of_one.Experts(kind, getattr(torch, dtype))})
+    model.to(device)
     if not model["experts"].has_post_expert_norm:
         del model["experts"].post_expert_norm
     pydet.torch.convert(model, **options)
