@@ -324,6 +324,33 @@ def mesh_of_two(group, ranks):
         yield f"step 0 sum of {name}", everywhere(p.main_grad)
 
 
+def sharded_twice():
+    """FSDP2 over one dimension of a mesh, and the experts over the other, whose ranks have the same tokens."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    import pydet
+    import pydet.torch.distributed as pd
+
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "ep"))
+    if dist.get_rank() >= 4:
+        return
+    net, data = qwen("float32"), mesh["dp"].get_group()
+    parallelize_module(net, mesh["ep"], {"model.layers.*.mlp.experts": pd.ExpertParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    net.set_custom_reduce_scatter(pd.OrderedReduceScatter(SEGMENTS // 2))
+    net.set_gradient_divide_factor(1.0)
+    net.set_force_sum_reduction_for_comms(True)
+    for ids in segments(0)[dist.get_rank(data) :: 2]:
+        loss_of(logits_of(net, ids), ids).backward()
+    for name, p in net.named_parameters():
+        yield f"step 0 sum of {name}", everywhere(p.grad)
+    with pytest.raises(pydet.Error, match=r"is sharded as .*, want one dimension in 8 equal segments over 2 ranks"):
+        pd.clip_grad_norm_(net.parameters(), 1.0, group=data)
+
+
 def checkpoints(group, folder):
     """Saved by the group, loaded by one rank without shares and by groups of others; whole ones loaded by shares."""
     import torch.distributed as dist
@@ -582,6 +609,7 @@ def work(rank, world, folder, port, queue):
         note("a pair", train(pairs[rank // 2], "float32", steps=1), "float32 ")
         for shape in ((2, 2), (4, 2)):
             note(f"mesh {shape}", mesh_of_two(None, torch.arange(shape[0] * shape[1]).view(shape)), "bfloat16 ")
+        note("sharded twice", sharded_twice(), "float32 ")
         queue.put((rank, found, None))
         dist.barrier()
         dist.destroy_process_group()
@@ -661,6 +689,7 @@ def test_groups_beside_each_other_and_a_mesh(found):
         assert len(names) > 20, names
         assert all(found[r][name][f"mesh {shape}"] == found[0][name][1] for name in names for r in range(ranks))
     assert all("a pair" in rank["float32 norm 0"] for rank in found)
+    assert sum("sharded twice" in where for where in found[3].values()) == 25
 
 
 AGREE = "the ranks do not agree"
