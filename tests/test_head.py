@@ -520,8 +520,8 @@ def test_refusals():
         ({"softcap": -1.0}, "softcap is -1, want a number from 2^-100 to 2^100"),
         ({"softcap": 1e-40}, "softcap is 9.99995e-41, want a number from"),
         ({"logits": (2, 64, 1)}, "options.logits is float64, want float32, bfloat16 or float16"),
-        ({"lse": capi.pointer(twice), "mean": capi.pointer(twice)}, "lse shares memory with mean"),
-        ({"entropy": given[4]}, "log_prob shares memory with entropy"),
+        ({"lse": capi.pointer(twice), "mean": capi.pointer(twice)}, "mean shares memory with lse"),
+        ({"entropy": given[4]}, "entropy shares memory with log_prob"),
         ({"greedy": capi.pointer(chosen)}, "greedy is int32, want int64"),
     ):
         options = capi.options("pydet_linear_log_prob_options", **options)

@@ -10,6 +10,7 @@ struct Attention;  // ops/*/problem.h, as all of these
 struct Matrix;
 struct AttentionBackward;
 struct Activation;
+struct AdamW;
 struct Embedding;
 struct EmbeddingBackward;
 struct SelectiveScan;
@@ -37,6 +38,7 @@ struct LayerNormBackward;
 struct Softmax;
 struct SoftmaxBackward;
 struct HeadRows;
+struct HeadLoss;
 struct Fold;
 
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
@@ -48,6 +50,7 @@ uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, A
 // with the product of them.
 uint64_t gemm_copied_bytes(const Matrix &);
 bool gemm_copied_takes(const Gemm &);
+bool gemm_copied_prefers(const Gemm &);
 pydet_status gemm_copy_operands(const Gemm &, Gemm *copied);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
@@ -249,6 +252,9 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 // any/head_rows.cu
 pydet_status head_rows(const HeadRows &);
 
+// any/head_loss.cu
+pydet_status head_loss(const HeadLoss &);
+
 // nvidia/head_rows_cluster.cu
 bool head_rows_cluster_takes(const HeadRows &);
 bool head_rows_cluster_prefers(const HeadRows &);
@@ -293,6 +299,10 @@ pydet_status softmax_backward_shifted(const SoftmaxBackward &);
 
 // any/fold.cu
 pydet_status fold(const Fold &);
+
+// any/adamw.cu
+bool adamw_takes(const AdamW &);
+pydet_status adamw(const AdamW &);
 
 // any/rounding.cu
 pydet_status round_elements(const Rounding &);

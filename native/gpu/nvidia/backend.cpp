@@ -80,6 +80,7 @@ pydet_status gemm_copied(const Gemm &);
 constexpr Kernel<Gemm> kOtherRows[] = {
     Row("cuda_gemm_sm90_copied", kHalfTypes, Arithmetic::sm90, kSm90a, kAllOfGemm & ~kBatch)
         .takes(gemm_copied_takes)
+        .prefers(gemm_copied_prefers)
         .launches(gemm_copied),
     Row("cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneMatrix)
         .takes(skinny_mma_takes)
@@ -525,6 +526,10 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
         .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+    Row("cuda_adamw", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kMaster).takes(adamw_takes).launches(adamw),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
         .takes(layernorm_held_takes)
@@ -629,6 +634,7 @@ bool gemm_begins(const Gemm &g, const char *kernel) {
 }
 
 constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins, gemm_copy_workspace};
+constexpr Hooks<HeadRows> kHeadHooks = {head_loss};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
@@ -646,9 +652,9 @@ constexpr Backend cuda() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows),
+             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows, &kHeadHooks),
              table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward),
-             table(kCausalConv1dBackward), table(kRmsNormQuantize));
+             table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 
