@@ -3,13 +3,15 @@
     python -m bench.distributed --gpus 4                          # NCCL, one process a GPU: everything
     python -m bench.distributed --gpus 4 --parts row --seconds 60
     python -m bench.distributed --cpus 4                          # gloo, one process each: bits and mesh alone
+    python -m bench.distributed --cpus 2 --parts moe              # a tiny one, to see that it runs
 
 Parts: bits (random shapes by every method, and by all-reduces as negative controls), mesh (the model of
 examples/parallel.py, tensor times data parallel, in every shape of the ranks), row (row-parallel linear layers),
 dp (a reduce-scatter of gradients), layer (the linear layers, norms and activation of a decoder layer, at decode), step
 (forward and backward of it), whole (a layer with attention: decoding with a cache, reading, a step of training),
 context (attention of a long sequence that the ranks share), experts (a mixture whose experts and tokens they share),
-head (log-probabilities over a vocabulary that they do). Times are of the slowest rank: medians of replays of a CUDA
+moe (a whole decoder layer of Qwen3-30B-A3B with such a mixture), head (log-probabilities over a vocabulary that they
+do). Times are of the slowest rank: medians of replays of a CUDA
 graph of several calls, each on other weights. Steps, context, experts and head are eager, as training is. With --json
 the figures are written, with a table and a plot beside.
 """
@@ -27,11 +29,11 @@ import sys
 import time
 from pathlib import Path
 
-from bench import distributed_tables
+from bench import distributed_experts, distributed_tables
 
 SEGMENTS = 8
-PARTS = ("bits", "mesh", "row", "dp", "layer", "step", "whole", "context", "experts", "head")
-ON_CPUS = ("bits", "mesh")
+PARTS = ("bits", "mesh", "row", "dp", "layer", "step", "whole", "context", "experts", "moe", "head")
+ON_CPUS = ("bits", "mesh", "moe")
 COLLECTIVES, PEERS = ("one_shot", "two_shot", "chain"), ("peer_one_shot", "peer_two_shot", "peer_stream")
 LAYERS = ((4096, 14336), (8192, 8192))  # N, K of row-parallel layers
 ROWS = (1, 4, 8, 16, 64, 256, 512, 2048, 4096, 8192)
@@ -110,14 +112,14 @@ class Run:
         """us of an eager call, the ranks starting together: the median, on the slowest rank. Without a default device,
         which is a mode that each of PyTorch's functions goes through: it doubles what the host takes for small calls.
         """
-        times = []
+        times, wait = [], self.torch.cuda.synchronize if self.given.gpus else lambda: None
         self.torch.set_default_device(None)
         for i in range(count + 2):
             self.most(0)
-            self.torch.cuda.synchronize()
+            wait()
             begin = time.perf_counter()
             call(i)
-            self.torch.cuda.synchronize()
+            wait()
             times.append((time.perf_counter() - begin) * 1e6)
         self.torch.set_default_device(self.device)
         return round(self.most(statistics.median(times[2:])), 1)
@@ -571,7 +573,9 @@ def context(run):
         one = lambda q, k, v: pydet.torch.attention(q, k, v, scale=HEAD**-0.5, causal=True)  # noqa: E731
         many = functools.partial(pd.context_parallel_attention, causal=True, layout="zigzag", scale=HEAD**-0.5)
         us, found = {}, {}
-        for name, attend, its in (("one GPU", one, lambda x: x), ("the ranks", many, cut)):
+        by_heads = functools.partial(many, method="heads")
+        ways = ("one GPU", one, lambda x: x), ("the ranks", many, cut), ("by heads", by_heads, cut)
+        for name, attend, its in ways:
             given, gradient = [its(x).contiguous() for x in leaves], its(dy).contiguous()
             with run.torch.no_grad():
                 us[f"{name}, forward"] = run.timed(lambda i, g=given, a=attend: a(*g), 3)
@@ -583,90 +587,18 @@ def context(run):
                 return [y.detach(), *(x.grad for x in with_gradients)]
 
             us[f"{name}, step"] = run.timed(step, 2)
-            found[name] = [x if name == "the ranks" else cut(x) for x in step(0)]
+            found[name] = [cut(x) if name == "one GPU" else x for x in step(0)]
         differ = {
-            what: run.differ(got, want.contiguous())
-            for what, got, want in zip(("y", "dq", "dk", "dv"), found["the ranks"], found["one GPU"], strict=True)
+            f"{what}, {name}": run.differ(got, want.contiguous())
+            for name in ("the ranks", "by heads")
+            for what, got, want in zip(("y", "dq", "dk", "dv"), found[name], found["one GPU"], strict=True)
         }
-        times = {what: round(us[f"one GPU, {what}"] / us[f"the ranks, {what}"], 3) for what in ("forward", "step")}
+        times = {
+            f"{name}, {what}": round(us[f"one GPU, {what}"] / us[f"{name}, {what}"], 3)
+            for name in ("the ranks", "by heads")
+            for what in ("forward", "step")
+        }
         run.note("context", tokens=tokens, us=us, times_one=times, differ=differ)
-
-
-EXPERTS, SLOTS, EXPERT_WIDTH, EXPERT_FFN = 128, 8, 2048, 768  # a mixture of Qwen3's 30B
-
-
-def experts(run):
-    """us of a mixture's forward and of a step, experts and tokens shared by the ranks; and on one GPU alone."""
-    import pydet.torch
-    import pydet.torch.distributed as pd
-
-    torch, dist, world, rank = run.torch, run.dist, run.world, run.rank
-    each = EXPERTS // world
-
-    def plain(x, index, weights, up, down):
-        """What frameworks do: rows to their ranks and back, torch._grouped_mm, and sums by index_add_."""
-        order = index.flatten().argsort(stable=True)
-        counts = torch.bincount(index.flatten(), minlength=EXPERTS)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts)
-        send, receive = (t.view(world, each).sum(1).tolist() for t in (counts, theirs))
-        rows = Exchanged.apply(x[order // SLOTS], send, receive)
-        to = torch.arange(each, device=run.device).repeat(world).repeat_interleave(theirs).argsort(stable=True)
-        ends = theirs.view(world, each).sum(0).cumsum(0).to(torch.int32)
-        gate, value = torch._grouped_mm(rows[to], up.mT, offs=ends).chunk(2, -1)
-        made = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.mT, offs=ends)
-        made = Exchanged.apply(torch.zeros_like(made).index_copy(0, to, made), receive, send)
-        made = made * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add(0, order // SLOTS, made)
-
-    class Exchanged(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, rows, send, receive):
-            ctx.splits = receive, send
-            got = rows.new_empty(sum(receive), rows.shape[1])
-            dist.all_to_all_single(got, rows.contiguous(), receive, send)
-            return got
-
-        @staticmethod
-        def backward(ctx, dy):
-            return Exchanged.apply(dy, *ctx.splits), None, None
-
-    def ours(x, index, weights, up, down, group=None):
-        def layers(rows, ends):
-            gate, value = torch.ops.pydet.grouped_gemm(rows, up.mT, ends, None, None, "auto", None).chunk(2, -1)
-            inner = pydet.torch.swiglu(gate, value)
-            return torch.ops.pydet.grouped_gemm(inner, down.mT, ends, None, None, "auto", None)
-
-        return pd.expert_parallel(x, index, weights, layers, EXPERTS, group=group)
-
-    up = run.normal(EXPERTS, 2 * EXPERT_FFN, EXPERT_WIDTH, seed=51) * 0.02
-    down = run.normal(EXPERTS, EXPERT_WIDTH, EXPERT_FFN, seed=52) * 0.02
-    own = lambda t: t.chunk(world)[rank].contiguous()  # noqa: E731
-    for tokens in (128, 4096):
-        x, dy = (run.normal(tokens, EXPERT_WIDTH, seed=seed) for seed in (53, 54))
-        generator = torch.Generator(run.device).manual_seed(55)
-        scores, index = torch.rand(tokens, EXPERTS, generator=generator).topk(SLOTS)
-        weights, us, found = (scores / scores.sum(-1, keepdim=True)).bfloat16(), {}, {}
-        whole_input, shared_input = (x, index, weights, up, down), [own(t) for t in (x, index, weights, up, down)]
-        calls = {
-            "plain": (plain, shared_input, own(dy)),
-            "expert_parallel": (ours, shared_input, own(dy)),
-            "one GPU": (functools.partial(ours, group=run.alone), whole_input, dy),
-        }
-        for name, (call, given, gradient) in calls.items():
-            with torch.no_grad():
-                us[f"{name}, forward"] = run.timed(lambda i, c=call, g=given: c(*g), 7)
-
-            def step(i, call=call, given=given, gradient=gradient):
-                leaves = [t if t.dtype == torch.int64 else t.detach().requires_grad_() for t in given]
-                y = call(*leaves)
-                y.backward(gradient)
-                return [y.detach(), *(t.grad for t in leaves if t.requires_grad)]
-
-            us[f"{name}, step"] = run.timed(step, 5)
-            found[name] = step(0)
-        parts = zip(("y", "dx", "dweights", "dup", "ddown"), found["expert_parallel"], found["one GPU"], strict=True)
-        run.note("experts", tokens=tokens, us=us, differ={what: run.differ(a, own(b)) for what, a, b in parts})
 
 
 VOCABULARY = 128256
@@ -732,11 +664,13 @@ def rank_main(rank, given, port):
         about = {"gpu": run.torch.cuda.get_device_name(), "nccl": run.torch.cuda.nccl.version()} if given.gpus else {}
         run.note("machine", ranks=run.world, torch=run.torch.__version__, seed=given.seed, **about)
     parts = {"bits": bits, "mesh": mesh, "row": row, "dp": dp, "layer": layer, "step": step, "whole": whole}
-    parts |= {"context": context, "experts": experts, "head": head}
+    parts |= {"context": context, "head": head}
+    parts |= {"experts": distributed_experts.experts, "moe": distributed_experts.moe}
     for name in given.parts:
         parts[name](run)
     differ = [count for e in run.entries for count in _counts(e.get("differ", 0))]
     if rank == 0:
+        print("\n".join(distributed_tables.mixtures([e for e in run.entries if e["part"] == "moe"])))
         print(f"{sum(differ)} elements differ from one rank's, in {time.time() - run.start:.0f} s")
         if given.json:
             with open(given.json, "w") as file:
@@ -765,9 +699,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=300.0, help="after which no more is begun")
     parser.add_argument("--json", help="a file for the figures")
     given = parser.parse_args()
-    given.parts = given.parts or (PARTS if given.gpus else ON_CPUS)
+    given.parts = given.parts or (PARTS if given.gpus else ON_CPUS[:2])
     if not given.gpus and not set(given.parts) <= set(ON_CPUS):
-        parser.error(f"without --gpus there are only the parts {' and '.join(ON_CPUS)}")
+        parser.error(f"without --gpus there are only the parts {', '.join(ON_CPUS)}")
     import torch.multiprocessing as processes
 
     with socket.socket() as s:

@@ -89,6 +89,7 @@ def report(entries):
         extents = f"{e['tokens']} tokens, {e['vocabulary']} columns"
         yield f"\nLog-probabilities and gradients of {extents}, us: {times(e['us'])}"
         yield f"Differ: {times(e['differ'])}"
+    yield from mixtures([e for e in entries if e["part"] == "moe"])
     layers = [e for e in entries if e["part"] == "whole"]
     if layers:
         titles = list(layers[0]["us"])
@@ -100,6 +101,21 @@ def report(entries):
             cells = [f"{e['us'][t]:.1f} ({first / e['us'][t]:.2f})" for t in titles]
             count = sum(differ.values()) if isinstance(differ, dict) else differ
             yield f"| {e['what']} | {e['m']} | {' | '.join(cells)} | {count} |"
+
+
+def mixtures(entries):
+    """A table of decoder layers with experts: us, in brackets the speed over the first."""
+    if not entries:
+        return
+    titles = list(dict.fromkeys(title for e in entries for title in e["us"]))
+    yield "\nDecoder layer of Qwen3-30B-A3B, us (in brackets: speed over stock on one GPU, called in the same way)\n"
+    yield f"| | tokens | {' | '.join(titles)} | differ |"
+    yield "|---|---|" + "---|" * (len(titles) + 1)
+    for e in entries:
+        us, first = e["us"], "stock, one GPU"
+        same = {title: us.get(first + ", a graph" * title.endswith("a graph")) for title in titles}
+        cells = [f"{us[t]:.0f} ({same[t] / us[t]:.2f})" if t in us else "-" for t in titles]
+        yield f"| {e['what']} | {e['m']} | {' | '.join(cells)} | {sum(e['differ'].values())} |"
 
 
 def times(us):

@@ -642,6 +642,7 @@ def head_floats():
 
 # Read as they are: 1 less one is rounded, not 1 less what one is rounded to (test_linear_cross_entropy.py).
 DOUBLES = {("linear_cross_entropy", "label_smoothing"), ("linear_cross_entropy_backward", "label_smoothing")}
+DOUBLES |= {("adamw", name) for name in ("lr", "eps", "weight_decay")}  # likewise (test_adamw.py)
 
 
 @pytest.mark.parametrize("function, argument", with_floats())

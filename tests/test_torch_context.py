@@ -36,6 +36,18 @@ CASES = {
 }
 
 
+# Those whose key heads the ranks divide, by heads: chunks of any number of tokens, causal with gradients too.
+BY_HEADS = {
+    "heads causal": (
+        (2, 16, 8, 208, 208, 8, 12),
+        "bfloat16",
+        "sm90",
+        {"causal": True, "sinks": True, "kv_chunk": 128, "window": (150, 0)},
+    ),
+    "heads full": ((1, 8, 8, 80, 624, 8, 8), "float32", "ieee", {"kv_chunk": 128, "softcap": 3.0}),
+}
+
+
 def layouts(name, size):
     (_, _, _, queries, *_), _, _, options = CASES[name]
     fits = not options.get("causal") or queries >= 256 * size or size == 1
@@ -94,6 +106,28 @@ def shared(group, layout, shape, dtype, arithmetic, options):
         assert pd.context_parallel_attention(*own, **how).equal(out)
     results = [pd.gather_context(x, **place) for x in (out, *(x.grad for x in own))]
     return *results, *([] if sinks is None else [sinks.grad])
+
+
+def key_elements(call):
+    """What call() gives, and the most elements of keys that an attention had at a time."""
+    import pydet
+    from pydet.torch.distributed import context, context_heads
+
+    seen, forward, backward = [], pydet.attention, pydet.attention_backward
+
+    def noting(own, place):
+        def noted(*operands, **options):
+            seen.append(operands[place].numel())
+            return own(*operands, **options)
+
+        return noted
+
+    pydet.attention = noting(forward, 1)
+    context._backward = context_heads._backward = noting(backward, 2)
+    try:
+        return call(), max(seen)
+    finally:
+        pydet.attention, context._backward, context_heads._backward = forward, backward, backward
 
 
 def words(x):
@@ -281,6 +315,10 @@ def refusals(group, world, rank):
     yield "a rank's causal", sentence(128, change={"causal": True})
     yield "a rank's refusal", sentence(128, change={"arithmetic": "cubic"})
     yield "heads", sentence(128, key_heads_at_once=0)
+    yield "method", sentence(128, method="ring")
+    yield "a rank's method", sentence(128, change={"method": "heads"})
+    yield "key heads", sentence(128, method="heads")
+    yield "turns of heads", sentence(128, method="heads", key_heads_at_once=1)
     yield "afterwards", sentence(256, causal=True, layout="zigzag")
     with torch.no_grad():
         yield "no gradient", sentence(96, causal=True)
@@ -314,8 +352,9 @@ def work(rank, port, queue):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", rank=rank, world_size=SIZES[-1], timeout=datetime.timedelta(seconds=60))
         groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-        names = list(CASES)
-        mine = {name: alone(*CASES[name]) for i, name in enumerate(names) if i % SIZES[-1] == rank}
+        cases = CASES | BY_HEADS
+        names = list(cases)
+        mine = {name: alone(*cases[name]) for i, name in enumerate(names) if i % SIZES[-1] == rank}
         want = {}
         for i, name in enumerate(names):  # each reference is made by one rank
             box = [mine.get(name)]
@@ -327,6 +366,15 @@ def work(rank, port, queue):
                 for name, case in CASES.items():
                     for layout in layouts(name, size):
                         notes[f"{name} {layout}"] = wrong(shared(group, layout, *case), want[name])
+                for name, (shape, dtype, arithmetic, options) in BY_HEADS.items():
+                    for layout in ("contiguous", "zigzag"):
+                        asked = shape, dtype, arithmetic, options | {"method": "heads"}
+                        got, most = key_elements(lambda: shared(group, layout, *asked))  # noqa: B023 -- called here
+                        notes[f"{name} {layout}"] = wrong(got, want[name])
+                        notes[f"keys of {name}"] = most
+                notes["keys gathered"] = key_elements(
+                    lambda: shared(group, "contiguous", *BY_HEADS["heads full"])  # noqa: B023
+                )[1]
                 notes["control"] = control(group, size, rank, want["full"])
                 for layout in ("contiguous", "zigzag") if size < 8 else ("contiguous",):  # 16 chunks want 4096 tokens
                     notes[f"layers {layout}"] = [digest(x) for x in layers(group, size, rank, layout)]
@@ -359,6 +407,18 @@ def test_any_number_of_ranks_has_the_bits_of_one_device(found, name):
             for layout in layouts(name, size):
                 counts = found[rank][size][f"{name} {layout}"]
                 assert len(counts) >= 4 and not any(counts), f"{size} ranks, rank {rank}, {layout}: {counts} differ"
+
+
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_by_heads_too_with_a_share_of_the_keys(found, name):
+    b, _, g, _, keys, d, _ = BY_HEADS[name][0]
+    for size in SIZES:
+        for rank in range(size):
+            notes = found[rank][size]
+            counts = [x for where, x in notes.items() if where.startswith(f"{name} ")]
+            assert len(counts) == 2 and all(len(x) >= 4 and not any(x) for x in counts), (size, rank, counts)
+            assert notes[f"keys of {name}"] == b * g * keys * d // size
+            assert notes["keys gathered"] == 8 * 624 * 8
 
 
 def test_merging_by_lse_and_an_all_reduce_would_be_seen(found):
@@ -428,6 +488,13 @@ def test_what_cannot_be_is_refused_on_every_rank(found):
             assert f"x has 1 tokens on a rank, want a multiple of {16 // size} in zigzag" in said["tokens"]
             assert "ids is (3,), w is (8, 8), want [B, tokens] and [V, N]" in said["ids"]
             assert "key_heads_at_once is 0, want a number from 1 up" in said["heads"]
+            assert "method is 'ring', want one of gather, heads" in said["method"]
+            assert ("number of key heads" if last else f"rank {size - 1} refused") in said["a rank's method"], said
+            assert (
+                f"the number of key heads, under method 'heads', is 1, want a multiple of the {size}"
+                in said["key heads"]
+            )
+            assert "key_heads_at_once is 1 with method 'heads', want None" in said["turns of heads"]
             assert said["afterwards"] == said["no gradient"] == "accepted", said
             if 17 % (2 * size):
                 assert f"x has 17 tokens, want a multiple of {2 * size}" in said["shard"]
@@ -597,7 +664,7 @@ def test_a_model_of_transformers(family, monkeypatch):
 
     import pydet.torch
     import pydet.torch.distributed as pd
-    from pydet.torch.distributed import context, context_model, rows, tokens
+    from pydet.torch.distributed import context, context_heads, context_model, rows, tokens
 
     model = small(family)
     ids = torch.randint(0, 50, (2, 1024), generator=torch.Generator().manual_seed(1))
@@ -610,19 +677,21 @@ def test_a_model_of_transformers(family, monkeypatch):
         return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
     found = {}
-    for world, layout in ((1, "contiguous"), (2, "contiguous"), (2, "zigzag")):
+    runs = (1, "contiguous", "gather"), (2, "contiguous", "gather"), (2, "zigzag", "gather"), (2, "zigzag", "heads")
+    for world, layout, method in runs:
         ranks = Ranks(world)
         ranks.stand_in(monkeypatch, context, context_model, rows, tokens)
+        monkeypatch.setattr(context_heads, "dist", ranks)
         own = [copy.deepcopy(model) for _ in range(world)]
 
-        def call(layout=layout, own=own, ranks=ranks):
-            pd.context_parallel(own[ranks.get_rank()], layout=layout, segments=8, kv_chunk=256)
+        def call(layout=layout, own=own, ranks=ranks, method=method):
+            pd.context_parallel(own[ranks.get_rank()], layout=layout, segments=8, kv_chunk=256, method=method)
             mine = [pd.shard_context(x, layout=layout) for x in (ids, labels, places)]
             logits, gradients = step(own[ranks.get_rank()], *mine)
             return context.whole(logits, None, layout, 1), gradients
 
-        found[world, layout] = ranks.run(call)
-    ((logits, gradients),) = found[1, "contiguous"]
+        found[world, layout, method] = ranks.run(call)
+    ((logits, gradients),) = found[1, "contiguous", "gather"]
     for key, answers in found.items():
         for other, others in answers:
             assert wrong([other], [logits]) == [0], key
@@ -719,3 +788,5 @@ def test_a_model_that_cannot_be():
         pd.context_parallel(3)
     with pytest.raises(pydet.Error, match=r"^context_parallel: layout is 'ring'"):
         pd.context_parallel(torch.nn.Sequential(), layout="ring")
+    with pytest.raises(pydet.Error, match=r"^context_parallel: method is 'ring', want one of gather, heads"):
+        pd.context_parallel(torch.nn.Sequential(), method="ring")

@@ -759,6 +759,9 @@ def work(rank, kind, sizes, shapes, port, queue):
                 for check in (linears, shared_rows, sums, along_rows, mixtures, shared_head, together, styles):
                     note(size, check(group))
                 if kind == "cuda":
+                    import test_torch_shard_experts
+
+                    note(size, test_torch_shard_experts.layers(group))
                     note(size, large_sums(group))
                     note(size, streams(group))
                     note(size, graphs(group))
@@ -793,6 +796,7 @@ def start(count, function, *arguments):
     """Processes that are forked from one which has imported torch."""
     context = multiprocessing.get_context("forkserver")
     wrappers = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+    wrappers.append("transformers.models.qwen3_moe.modeling_qwen3_moe")  # where there is one
     context.set_forkserver_preload(["torch", *wrappers, "pydet.torch.distributed"])
     queue = context.Queue()
     processes = [context.Process(target=function, args=(rank, *arguments, queue), daemon=True) for rank in range(count)]
@@ -1202,7 +1206,7 @@ HEARD = {
         "experts gave (15, 8)",
     ),
     "experts' type": (DISAGREE, "rank 3 has PYDET_NUMERICS 2, results of (8,), torch.bfloat16"),
-    "weights": (DISAGREE, "weights torch.bfloat16; rank 0"),
+    "weights": (DISAGREE, "weights torch.bfloat16, gradients False; rank 0"),
     "order": (DISAGREE, "of (3, 2) torch.float32; (2, 3) torch.float32; (2, 3) torch.float32"),
     "frozen": (DISAGREE, "(2, 3) torch.float32; (3, 2) torch.float32; (2, 3) torch.float32 not trained"),
     "names": (DISAGREE, "a (2, 3) torch.float32; b (3, 2) torch.float32; a (2, 3)"),

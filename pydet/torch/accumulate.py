@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 import weakref
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -191,6 +191,13 @@ def watch_optimizers() -> Any:
     return register_optimizer_step_pre_hook(_before_step)
 
 
+def _left_out(parallel: Any, parameters: dict[str, Any]) -> bool:
+    """Whether a DistributedDataParallel leaves all of these to shard_experts, which sums them over the same ranks."""
+    shares = [getattr(x, "pydet_shares", None) for x in parameters.values() if x is not None]
+    ranks = torch.distributed.get_process_group_ranks(parallel.process_group)
+    return all(x is not None and x.tokens == "shard" and x.ranks() == ranks for x in shares)
+
+
 def check_own(operation: str, **parameters: Any) -> None:
     """In a forward whose backward will add to sums: the parameters have them, and nothing is to reduce grad."""
     for name, parameter in parameters.items():
@@ -204,7 +211,7 @@ def check_own(operation: str, **parameters: Any) -> None:
             )
     parallel = getattr(torch.nn.parallel.distributed, "DistributedDataParallel", None)
     active = getattr(parallel, "_active_ddp_module", None)
-    if active is not None and active.require_backward_grad_sync:
+    if active is not None and active.require_backward_grad_sync and not _left_out(active, parameters):
         refuse_wrapper("DistributedDataParallel", "it called and its backward run under its no_sync()")
 
 
@@ -326,8 +333,45 @@ class AccumulatingEmbedding(torch.autograd.Function):
         return None, None, None, None
 
 
+def local(x: Any) -> Any:
+    """What this rank has of a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+class Sources(NamedTuple):
+    """Rows that lie by experts, and those of an expert by the ranks that they are of: where each rank's begin and end,
+    ``[W, experts]``, and how many each rank has in all. Each rank's rows are a segment of the step."""
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    rows: list[int]
+
+
+def _written(parameter: Any) -> tuple[int, int]:
+    """What tells one main_grad, and who zeroed it, from another. A DTensor's own version counts what it was told."""
+    main = main_grad(parameter)
+    return id(main), main._version
+
+
+def _begin_pass(parameter: Any) -> None:
+    """The sum over segments has an order where a backward pass adds one segment of each rank, once. The passes since
+    main_grad was zeroed, or OrderedMainGrads.add(), are counted."""
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    number = -1 if ask is None else int(ask())
+    if number >= 0 and getattr(parameter, "pydet_pass", -1) == number:
+        fail(
+            UNSUPPORTED,
+            "shard_experts: a layer of experts is called twice in a backward pass, and the order of its gradient would "
+            "follow the number of ranks; want it called once, or tokens='replicate'",
+        )
+    parameter.pydet_pass = number
+    zeroed = getattr(parameter, "pydet_written", None) != _written(parameter)
+    parameter.pydet_passes = 1 if zeroed else getattr(parameter, "pydet_passes", 0) + 1
+
+
 class AccumulatingExperts(torch.autograd.Function):
-    """A layer of experts on rows in groups, ``[G, N, K]`` matrices or transposed ``[G, K, N]``, likewise."""
+    """A layer of experts on rows in groups, ``[G, N, K]`` matrices or transposed ``[G, K, N]``, likewise. With sources,
+    main_grad goes on by one addition for each rank's rows, rank 0's first: ``D = fl(D + s)``."""
 
     @staticmethod
     def forward(
@@ -339,30 +383,58 @@ class AccumulatingExperts(torch.autograd.Function):
         transposed: bool,
         arithmetic: str,
         k_chunk: int | None,
+        sources: Sources | None = None,
     ) -> torch.Tensor:
         check_own("experts", matrices=w, bias=bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        ctx.save_for_backward(x, group_end, _read(ctx, w))
+        own = local(w)
+        ctx.save_for_backward(x, group_end, _read(ctx, own))
         ctx.w, ctx.bias, ctx.transposed, ctx.how = w, bias, transposed, (arithmetic, k_chunk)
-        return torch.ops.pydet.grouped_gemm(x, w if transposed else w.mT, group_end, bias, None, arithmetic, k_chunk)
+        ctx.sources = sources
+        matrices = own if transposed else own.mT
+        return torch.ops.pydet.grouped_gemm(x, matrices, group_end, local(bias), None, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, ends, factor), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         rows, x, dx = _rows(dy.to(x.dtype)), _rows(x), None
-        into = {"accumulate": True, "arithmetic": ctx.how[0], "k_chunk": ctx.how[1]}
+        into = {"arithmetic": ctx.how[0], "k_chunk": ctx.how[1]}
         if ctx.needs_input_grad[0]:
             matrices = factor.detach().to(x.dtype)
             matrices = matrices.mT if ctx.transposed else matrices
             dx = torch.ops.pydet.grouped_gemm(rows, matrices, ends, None, None, *ctx.how)
         if w.requires_grad:
             left, right = (x, rows) if ctx.transposed else (rows, x)
-            pydet.grouped_gemm(left.t(), right, ends, out=main_grad(w), **into)
+            _add(left.t(), right, ends, w, local(main_grad(w)), ctx.sources, into)
         if bias is not None and bias.requires_grad:
             ones = rows.new_ones((1, rows.shape[0]))
-            pydet.grouped_gemm(ones, rows, ends, out=main_grad(bias)[:, None], **into)
-        return dx, None, None, None, None, None, None
+            _add(ones, rows, ends, bias, local(main_grad(bias))[:, None], ctx.sources, into)
+        return dx, None, None, None, None, None, None, None
+
+
+def _add(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor,
+    parameter: Any,
+    main: torch.Tensor,
+    sources: Sources | None,
+    how: dict[str, Any],
+) -> None:
+    """The sums over each group's rows, to the parameter's."""
+    if sources is None:
+        pydet.grouped_gemm(left, right, ends, out=main, accumulate=True, **how)
+        return
+    _begin_pass(parameter)
+    for start, end, count in zip(sources.starts, sources.ends, sources.rows, strict=True):
+        if count and how["k_chunk"] is None:  # a chunk that has all of them: a chain from +0, and one addition
+            one = how | {"k_chunk": -(-count // 16) * 16}
+            pydet.grouped_gemm(left, right, end, start, out=main, accumulate=True, **one)
+        elif count:
+            part = pydet.grouped_gemm(left, right, end, start, out_dtype=torch.float32, **how)
+            pydet.fold([part], out=main, accumulate=True)
+    parameter.pydet_written = _written(parameter)
 
 
 class AccumulatingAttention(torch.autograd.Function):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -85,7 +86,11 @@ class FromExperts(torch.autograd.Function):
 
 def combine(rows: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """The sum of a token's results times its weights, in the order of its slots."""
-    rows = FromExperts.apply(rows, routing.order, routing.inverse)
+    return sum_of_slots(FromExperts.apply(rows, routing.order, routing.inverse), weights, dtype)
+
+
+def sum_of_slots(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`combine` of rows that lie by tokens and their slots."""
     common = torch.promote_types(rows.dtype, weights.dtype)
     rows = rows.to(common).view(*weights.shape, rows.shape[1])
     with torch.autocast(rows.device.type, enabled=False):
@@ -107,11 +112,26 @@ def of_pydet(module: Any) -> bool:
     return is_experts(module) and "arithmetic" in module.__dict__ and module.config._experts_implementation == NAME
 
 
+def layers_of(module: Any, rows: Tensor, product: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """The results of rows that lie by experts; product(rows, name) multiplies them by a layer's matrices."""
+    if module.has_gate:
+        rows = module._apply_gate(product(rows, "gate_up_proj"))
+    else:
+        rows = module.act_fn(product(rows, "up_proj"))
+    rows = product(rows, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    return rows
+
+
 def _forward(
     how: tuple[Arithmetic, int | None], module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What Transformers calls, with its names: ``[T, H]``, the experts of a token ``[T, slots]``, and their weights."""
     how = (module.arithmetic, module.k_chunk) if hasattr(module, "arithmetic") else how
+    if (shares := getattr(module, "pydet_shares", None)) is not None:  # distributed.shard_experts()
+        y: Tensor = shares.forward(module, how, hidden_states, top_k_index, top_k_weights)
+        return y
     routing = route(top_k_index, module.num_experts)
     accumulates = getattr(module, "accumulates", False) and torch.is_grad_enabled()
 
@@ -125,14 +145,7 @@ def _forward(
         matrices = w if module.is_transposed else w.mT
         return torch.ops.pydet.grouped_gemm(rows, matrices, routing.ends, bias, None, *how)
 
-    rows = ToExperts.apply(hidden_states, routing.order, routing.inverse)
-    if module.has_gate:
-        rows = module._apply_gate(product(rows, "gate_up_proj"))
-    else:
-        rows = module.act_fn(product(rows, "up_proj"))
-    rows = product(rows, "down_proj")
-    if getattr(module, "has_post_expert_norm", False):
-        rows = module.post_expert_norm(rows)
+    rows = layers_of(module, ToExperts.apply(hidden_states, routing.order, routing.inverse), product)
     return combine(rows, top_k_weights, routing, hidden_states.dtype)
 
 

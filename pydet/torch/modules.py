@@ -358,7 +358,7 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
             )
         for own in names:
             parameter: Any = getattr(module, own)
-            if "DTensor" in repr(type(parameter)):
+            if "DTensor" in repr(type(parameter)) and not hasattr(parameter, "pydet_shares"):
                 fail(
                     UNSUPPORTED,
                     f"{place} has a {own} that is a DTensor, of fully_shard or parallelize_module, whose gradient goes "

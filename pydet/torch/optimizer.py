@@ -42,9 +42,12 @@ def exact_sqrt(x: Tensor) -> Tensor:
     return x.to(torch.float64).sqrt_().to(torch.float32)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _local(x: Any) -> Any:
     """What this rank has of a DTensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    return x.detach().to_local() if type(x) not in _PLAIN and hasattr(x, "to_local") else x
 
 
 class _Numbers(NamedTuple):
@@ -78,14 +81,13 @@ def _is_served(device: str) -> bool:
 
 def _fuses(tensors: _Tensors) -> bool:
     """Whether they are plain memory, in which an element has one place in all of them."""
-    first = tensors.parameter
-    stride, contiguous = first.stride(), first.is_contiguous()
+    alike = True
     for x in tensors:
-        if x is None:
-            continue
-        if type(x) is not Tensor or (x.stride() != stride and not (contiguous and x.is_contiguous())):
-            return False
-    return _is_served(first.device.type)
+        if x is not None:
+            if type(x) not in _PLAIN:
+                return False
+            alike = alike and x.is_contiguous()
+    return alike or all(x is None or x.stride() == tensors.parameter.stride() for x in tensors)
 
 
 # What pydet.adamw refuses and operations of PyTorch's take: memory that tensors share, gaps in it, older GPUs.
@@ -193,49 +195,45 @@ class AdamW(torch.optim.Optimizer):
         found = []
         for group in self.param_groups:
             _check_group(group)
+            beta1, beta2 = group["betas"]
+            lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+            numbers = _Numbers(lr, (float(beta1), float(beta2)), eps, weight_decay, (1.0, 1.0))
             for parameter in group["params"]:
                 gradient = own_gradient(parameter)
                 if gradient is not None:
                     _check_gradient(parameter, gradient)
-                    found.append((parameter, gradient.detach(), group))
+                    found.append((parameter, gradient, numbers))
         if any(parameter.is_cuda for parameter, _, _ in found) and torch.cuda.is_current_stream_capturing():
             fail(UNSUPPORTED, "AdamW: a CUDA graph captures the step, want it outside: it has other numbers each time")
-        lists: dict[Any, list[_Tensors]] = {}  # of tensors that a step takes together
-        for parameter, gradient, group in found:
-            numbers, tensors = self._begin(parameter, gradient, group)
-            key = numbers, tensors.parameter.device, _fuses(tensors)
-            lists.setdefault(key, []).append(tensors)
-        for (numbers, _, fuses), some in lists.items():
-            if fuses:
+        lists: dict[Any, tuple[_Numbers, list[_Tensors]]] = {}  # of what a step takes together
+        for parameter, gradient, numbers in found:
+            powers, tensors = self._begin(parameter, gradient, numbers.betas)
+            key = numbers, powers, tensors.parameter.device, _fuses(tensors)
+            if key not in lists:
+                lists[key] = numbers._replace(beta_powers=powers), []
+            lists[key][1].append(tensors)
+        for (_, _, device, fuses), (numbers, some) in lists.items():
+            if fuses and _is_served(device.type):
                 _step_fused(numbers, some)
             else:
                 for tensors in some:
                     _step_composed(numbers, tensors)
 
-    def _begin(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> tuple[_Numbers, _Tensors]:
-        """The numbers of the parameter's next step, which its state counts, and its tensors."""
+    def _begin(self, parameter: Any, gradient: Any, betas: tuple[float, float]) -> tuple[tuple[float, float], _Tensors]:
+        """The powers of the betas at the parameter's next step, which its state counts, and its tensors."""
         state = self.state[parameter]
         if not state:
             state |= {"step": 0, "beta1_power": 1.0, "beta2_power": 1.0}
             state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         if parameter.dtype == torch.float32:
-            state.pop("master", None)  # of a state that was saved of another type, as the one that is made here
+            state.pop("master", None)  # of a state that was saved beside another type
         elif "master" not in state:
             state["master"] = parameter.detach().to(torch.float32)
-        beta1, beta2 = map(float, group["betas"])
         state["step"] += 1
-        state["beta1_power"] *= beta1
-        state["beta2_power"] *= beta2
-        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-        powers, master = (state["beta1_power"], state["beta2_power"]), state.get("master")
-        tensors = _Tensors(
-            _local(parameter.detach()),
-            _local(gradient),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"]),
-            None if master is None else _local(master),
-        )
-        return _Numbers(lr, (beta1, beta2), eps, weight_decay, powers), tensors
+        state["beta1_power"] = power1 = state["beta1_power"] * betas[0]
+        state["beta2_power"] = power2 = state["beta2_power"] * betas[1]
+        given = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("master")
+        return (power1, power2), _Tensors(*map(_local, given))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``torch.optim``; ``main_grad`` becomes zeros."""
@@ -283,6 +281,8 @@ def _check_gradient(parameter: Any, gradient: Any) -> None:
     if gradient.shape != parameter.shape or gradient.dtype not in DTYPES:
         got, want = f"{gradient.dtype} {tuple(gradient.shape)}", tuple(parameter.shape)
         fail(constants.PYDET_INVALID_SHAPE, f"AdamW: a gradient is {got}, want a floating-point one of {want}")
+    if type(parameter) in _PLAIN and type(gradient) in _PLAIN:
+        return
     placements = getattr(parameter, "placements", None)
     if placements is not None or hasattr(gradient, "placements"):
         own = getattr(gradient, "placements", None)

@@ -16,19 +16,21 @@ from pydet.torch.distributed.context import context_parallel_attention, gather_c
 from pydet.torch.distributed.context_model import context_parallel
 from pydet.torch.distributed.exchange import all_reduce, check_exchanges, reduce_scatter
 from pydet.torch.distributed.experts import expert_parallel
+from pydet.torch.distributed.experts_model import shard_experts
 from pydet.torch.distributed.head import vocab_parallel_linear_log_prob
 from pydet.torch.distributed.heads import segment_order, share_heads, split_segments
 from pydet.torch.distributed.linear import column_parallel_linear, row_parallel_linear, segment_length, shard_bounds
 from pydet.torch.distributed.main_grad import OrderedMainGrads
 from pydet.torch.distributed.reduce import OrderedReduceScatter, OrderedState, clip_grad_norm_, ordered_hook
 from pydet.torch.distributed.rows import rms_norm, vocab_parallel_log_prob
-from pydet.torch.distributed.styles import ColwiseParallel, RowwiseParallel
+from pydet.torch.distributed.styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 from pydet.torch.distributed.tokens import context_parallel_embedding, context_parallel_linear, layer_norm
 
 sharding.register()
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "OrderedMainGrads",
     "OrderedReduceScatter",
     "OrderedState",
@@ -52,6 +54,7 @@ __all__ = [
     "segment_order",
     "shard_bounds",
     "shard_context",
+    "shard_experts",
     "share_heads",
     "split_segments",
     "vocab_parallel_linear_log_prob",

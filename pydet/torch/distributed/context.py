@@ -21,11 +21,14 @@ import pydet
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import Arithmetic, fold
 from pydet.ops.attention import Window
-from pydet.torch.distributed.exchange import Group, Tensor, gather, member, peer, together
+from pydet.torch.distributed.context_heads import by_heads
+from pydet.torch.distributed.exchange import Group, Tensor, gather, member, peer, shared, together
 from pydet.torch.ops.attention import adjacent, padded
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")
+Method: TypeAlias = Literal["gather", "heads"]
+METHODS = ("gather", "heads")
 QUERIES_BLOCK = 128  # of the chains of dk and dv
 _OP = "context_parallel_attention"
 _backward: Any = pydet.attention_backward
@@ -287,6 +290,30 @@ def _sinks_gradient(
     return fold([total], out_dtype=sinks.dtype)
 
 
+def _check_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    how: _How,
+    world: int,
+    differentiable: bool,
+    at_once: int | None,
+    method: str,
+) -> tuple[Any, ...]:
+    """What is compared of a call by heads, before tokens travel."""
+    if method not in METHODS:
+        fail(INVALID_VALUE, f"{_OP}: method is {method!r}, want one of {', '.join(METHODS)}")
+    if at_once is not None:
+        fail(UNSUPPORTED, f"{_OP}: key_heads_at_once is {at_once} with method 'heads', want None")
+    _check(q, k, v, how, world, gradient=False)
+    shared(k.shape[1], world, _OP, "the number of key heads, under method 'heads',")
+    _of_chunk(q[:, :, :0], k[:, :, :0], v[:, :, :0], sinks, how)  # for what the library refuses
+    shapes = *(tuple(x.shape) for x in (q, k, v)), None if sinks is None else sinks.dtype
+    each = [x is not None and x.requires_grad and differentiable for x in (q, k, v, sinks)]
+    return None, shapes, q.dtype, how, f"gradients {each}", method
+
+
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -302,12 +329,14 @@ def context_parallel_attention(
     arithmetic: Arithmetic = "auto",
     kv_chunk: int = 1024,
     key_heads_at_once: int | None = None,
+    method: Method = "gather",
 ) -> Tensor:
     """:func:`pydet.torch.attention` of sequences whose tokens are shared out over the ranks, with gradients.
 
     Results and gradients have the bits of one device's attention of the whole sequences, for every number of ranks and
-    either layout. Forward gathers all keys and values, backward those and all queries with their gradients, for the
-    time of the call; what is kept for backward is this rank's.
+    either layout. By ``gather`` forward gathers all keys and values, backward those and all queries with their
+    gradients, for the time of the call; what is kept for backward is this rank's. By ``heads`` ranks exchange tokens of
+    all heads for all tokens of some, and no rank has more than 1/W of anything.
 
     Args:
         q: ``[B, H, Q / W, D]``: this rank's queries of each sequence; as many on every rank.
@@ -315,7 +344,7 @@ def context_parallel_attention(
         v: ``[B, G, K / W, E]``.
         group: a process group, the default one if None.
         causal: a query sees no key after its own place in the sequence. For gradients a chunk is then a multiple of 128
-            tokens on more than one rank.
+            tokens on more than one rank, by ``gather``.
         layout: ``contiguous``: rank r has the r-th of W equal chunks. ``zigzag``: the r-th of 2 W and, behind it, the
             r-th from the end, so that under `causal` all ranks have as much to do. It decides no bit.
             :func:`shard_context` cuts either way.
@@ -324,7 +353,8 @@ def context_parallel_attention(
         softcap, arithmetic, kv_chunk: as in :func:`pydet.torch.attention`.
         sinks: ``[H]``, the same on every rank; its gradient is the whole one, on every rank: add it once.
         key_heads_at_once: how many of the G heads are gathered at a time, with their queries' heads; all if None. Fewer
-            take less memory for the time of the call. It decides no bit.
+            take less memory for the time of the call. It decides no bit. By ``gather`` alone.
+        method: ``gather``, or ``heads``, where the ranks divide G. It decides no bit.
 
     Returns:
         ``[B, H, Q / W, E]``, of the type of q.
@@ -337,6 +367,12 @@ def context_parallel_attention(
     needs = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     differentiable = torch.is_grad_enabled() and needs
     at_once = key_heads_at_once
+    if method != "gather":
+        world = dist.get_world_size(group)
+        together(
+            _OP, group, q.device, lambda: _check_heads(q, k, v, sinks, how, world, differentiable, at_once, method)
+        )
+        return by_heads(q, k, v, sinks, how, group, _of_chunk)
     if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
         said = f"{_OP}: key_heads_at_once is {at_once!r}, want a number from 1 up, or None for all"
         together(_OP, group, q.device, lambda: fail(INVALID_VALUE, said))  # which tells the others

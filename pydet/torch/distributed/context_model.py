@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import Arithmetic
 from pydet.torch.attention import check_dropout, check_options
-from pydet.torch.distributed.context import Layout, check_layout, context_parallel_attention, owners_of
+from pydet.torch.distributed.context import METHODS, Layout, Method, check_layout, context_parallel_attention, owners_of
 from pydet.torch.distributed.exchange import Group, Tensor, together
 from pydet.torch.distributed.rows import rms_norm
 from pydet.torch.distributed.symmetric import capturing
@@ -30,6 +30,7 @@ class Where(NamedTuple):
     segments: int
     arithmetic: Arithmetic
     kv_chunk: int
+    method: Method = "gather"
 
     def __deepcopy__(self, memo: Any) -> Where:
         return self
@@ -168,6 +169,7 @@ def _attend(
         sinks=s_aux,
         arithmetic=where.arithmetic,
         kv_chunk=where.kv_chunk,
+        method=where.method,
         **where.place,
     )
     return y.transpose(1, 2).contiguous(), None
@@ -256,6 +258,7 @@ def context_parallel(
     segments: int = SEGMENTS,
     arithmetic: Arithmetic = "auto",
     kv_chunk: int = 1024,
+    method: Method = "gather",
 ) -> None:
     """From now on each rank gives ``model`` its own tokens of every sequence, and has the gradients of all tokens.
 
@@ -276,7 +279,7 @@ def context_parallel(
         model: a module that :func:`pydet.torch.convert` was called with; changed in place.
         group, layout: as in :func:`context_parallel_attention`.
         segments: as in :func:`context_parallel_linear`. It decides bits.
-        arithmetic, kv_chunk: of attention, as in :func:`context_parallel_attention`. Layers keep their own.
+        arithmetic, kv_chunk, method: of attention, as in :func:`context_parallel_attention`. Layers keep their own.
 
     Raises:
         Error: trained parameters that are not in a linear layer, norm or embedding of pydet's, ``k_chunk``, or
@@ -288,8 +291,10 @@ def context_parallel(
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"{_OP}: model is {type(model).__qualname__}, want a torch.nn.Module")
     check_layout(_OP, layout)
+    if method not in METHODS:
+        fail(INVALID_VALUE, f"{_OP}: method is {method!r}, want one of {', '.join(METHODS)}")
     _refuse(model)
-    where = Where(group, layout, segments, arithmetic, kv_chunk)
+    where = Where(group, layout, segments, arithmetic, kv_chunk, method)
     config: Any = getattr(model, "config", None)
     of_transformers = hasattr(model, "set_attn_implementation") and hasattr(config, "_attn_implementation")
     if of_transformers:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import fold
+from pydet.torch.accumulate import local
 from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, gather, together
 from pydet.torch.optimizer import own_gradient
 
@@ -33,6 +34,9 @@ class OrderedMainGrads:
     Between the exchanges a rank keeps 1/W of the sums. Parameters without a ``main_grad`` take part with their
     ``grad``, summed in float32 and rounded once, which is then what ``grad`` holds.
 
+    Experts of :func:`shard_experts` that are trained on the ranks' own tokens have their sums with their ranks already:
+    here they are held to one backward pass for each ``add``.
+
     Args:
         parameters: those of a model, the same on every rank, in the same order, or ``model.named_parameters()``. Those
             that are not trained are left out. Ranks compare the shape, type, ``requires_grad`` and ``main_grad`` of
@@ -41,7 +45,8 @@ class OrderedMainGrads:
         group: the ranks that share the data, the default group if None.
 
     Raises:
-        Error: parameters that are DTensors, which their own reduction sums, or that are on several devices.
+        Error: parameters that are DTensors, which their own reduction sums, or that are on several devices; experts of
+            another group, or of one whose ranks have the same tokens.
     """
 
     def __init__(self, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], *, group: Group = None) -> None:
@@ -52,10 +57,11 @@ class OrderedMainGrads:
         if not self.parameters:
             fail(INVALID_VALUE, f"{op}: there is no parameter that is trained")
         self.layout = "; ".join(
-            f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' not trained'}".strip() for name, p in given
+            f"{name} {_layout(p)} {p.dtype}{'' if p.requires_grad else ' not trained'}".strip() for name, p in given
         )
         for number, p in enumerate(self.parameters):
-            if "DTensor" in repr(type(p)):
+            shares = getattr(p, "pydet_shares", None)
+            if "DTensor" in repr(type(p)) and shares is None:
                 fail(
                     UNSUPPORTED,
                     f"{op}: parameter {number} is a DTensor, whose gradient goes to grad; want OrderedReduceScatter "
@@ -63,9 +69,24 @@ class OrderedMainGrads:
                 )
             if p.device != self.parameters[0].device:
                 fail(INVALID_VALUE, f"{op}: parameter {number} is on {p.device}, want {self.parameters[0].device}")
+            same = shares is not None and shares.ranks() == dist.get_process_group_ranks(group or dist.group.WORLD)
+            if shares is not None and same != (shares.tokens == "shard"):
+                which = "of this group, whose ranks have the same tokens" if same else "of another group"
+                fail(
+                    UNSUPPORTED,
+                    f"{op}: parameter {number} is of experts that are shared out over the ranks {which}; want tokens="
+                    "'shard' in the group that shares the data, or 'replicate' in one that does not",
+                )
+        # Theirs are summed in backward, on the rank that has them.
+        self.experts = [
+            p for p in self.parameters if getattr(getattr(p, "pydet_shares", None), "tokens", "") == "shard"
+        ]
+        of_experts = {id(p) for p in self.experts}
+        self.parameters = [p for p in self.parameters if id(p) not in of_experts]
+        self.device = (self.experts + self.parameters)[0].device
         self.buckets: list[list[Any]] = [[]]
         for p in self.parameters:
-            if self.buckets[-1] and sum(x.numel() for x in self.buckets[-1]) + p.numel() > _BUCKET:
+            if self.buckets[-1] and sum(local(x).numel() for x in self.buckets[-1]) + local(p).numel() > _BUCKET:
                 self.buckets.append([])
             self.buckets[-1].append(p)
         self.shards: list[Tensor] = []
@@ -73,9 +94,20 @@ class OrderedMainGrads:
     def add(self) -> None:
         """After the backward passes of a segment on this rank: the sums go on, and ``main_grad`` is zeros again."""
         op, world = "OrderedMainGrads.add", dist.get_world_size(self.group)
-        first = self.parameters[0]
 
         def terms() -> tuple[Any, ...]:
+            for p in self.experts + self.parameters:
+                if hasattr(p, "pydet_shares") and getattr(p, "main_grad", None) is None:
+                    fail(
+                        INVALID_VALUE, f"{op}: experts that are shared out have no main_grad; want accumulate_gradients"
+                    )
+            for p in self.experts:
+                if (passes := getattr(p, "pydet_passes", 0)) > 1:
+                    fail(
+                        UNSUPPORTED,
+                        f"{op}: {passes} backward passes went to experts that are shared out since the last one, and "
+                        "the order of their sums would follow the number of ranks; want add() after each",
+                    )
             for number, p in enumerate(self.parameters):
                 main = getattr(p, "main_grad", None)
                 if main is not None and (main.dtype != torch.float32 or main.shape != p.shape):
@@ -88,8 +120,10 @@ class OrderedMainGrads:
             places = "".join(str(int(x)) for x in with_main)
             return None, f"round {self.rounds + 1}", f"{sum(with_main)} main_grads", f"of {self.layout}", places
 
-        together(op, self.group, first.device, terms)
-        for i, bucket in enumerate(self.buckets):
+        together(op, self.group, self.device, terms)
+        for p in self.experts:
+            p.pydet_passes = 0
+        for i, bucket in enumerate(filter(None, self.buckets)):
             flat = torch.cat([self._sums_of(p) for p in bucket])
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
             if len(self.shards) == i:
@@ -103,9 +137,9 @@ class OrderedMainGrads:
         self.rounds += 1
 
     def _sums_of(self, p: Any) -> Tensor:
-        gradient = own_gradient(p)
+        gradient = local(own_gradient(p))
         if gradient is None:
-            return torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+            return torch.zeros(local(p).numel(), dtype=torch.float32, device=p.device)
         flat: Tensor = gradient.detach().reshape(-1).to(torch.float32)
         return flat
 
@@ -120,7 +154,8 @@ class OrderedMainGrads:
         def terms() -> tuple[Any, ...]:
             if not self.rounds:
                 fail(INVALID_VALUE, f"{op}: nothing was added since the last one; want add() after each segment")
-            left = [(i, g.any()) for i, g in enumerate(map(own_gradient, self.parameters)) if g is not None]
+            gradients = (local(own_gradient(p)) for p in self.parameters)
+            left = [(i, g.any()) for i, g in enumerate(gradients) if g is not None]
             if left and bool(torch.stack([some for _, some in left]).any()):
                 first = next(i for i, some in left if bool(some))
                 fail(
@@ -130,17 +165,27 @@ class OrderedMainGrads:
                 )
             return None, f"{self.rounds} rounds"
 
-        together(op, self.group, self.parameters[0].device, terms, always=True)
-        for bucket, shard in zip(self.buckets, self.shards, strict=True):
-            flat = gather(shard, self.group).view(-1)
-            sums = flat[: sum(p.numel() for p in bucket)].split([p.numel() for p in bucket])
-            for p, total in zip(bucket, sums, strict=True):
+        together(op, self.group, self.device, terms, always=True)
+        for bucket, shard in zip(filter(None, self.buckets), self.shards, strict=True):
+            flat, sizes = gather(shard, self.group).view(-1), [local(p).numel() for p in bucket]
+            for p, total in zip(bucket, flat[: sum(sizes)].split(sizes), strict=True):
                 if getattr(p, "main_grad", None) is not None:
-                    p.main_grad.copy_(total.view(p.shape))
+                    local(p.main_grad).copy_(total.view(local(p).shape))
                 else:
                     p.grad = fold([total.contiguous()], out_dtype=p.dtype).view(p.shape)
-        self.reset()
+        self.rounds, self.shards = 0, []
 
     def reset(self) -> None:
         """Forgets what was added, on every rank alike."""
         self.rounds, self.shards = 0, []
+        for p in self.experts:
+            p.pydet_passes = 0
+            if getattr(p, "main_grad", None) is not None:
+                p.main_grad.zero_()
+
+
+def _layout(p: Any) -> str:
+    """The shape of a parameter, as ranks compare it: with this rank's share, where others have the same."""
+    shares: Any = getattr(p, "pydet_shares", None)
+    of_others = shares is not None and shares.tokens == "replicate"
+    return f"{tuple(p.shape)} {shares.place()}" if of_others else f"{tuple(p.shape)}"

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic
 from pydet.torch.distributed.exchange import Method, Tensor, shared
+from pydet.torch.distributed.experts_model import Shares, Tokens, check_layers, share_layer
 from pydet.torch.distributed.heads import segment_order, split_segments
 from pydet.torch.distributed.linear import Rows, column_parallel_linear, row_parallel_linear
 
@@ -137,3 +138,22 @@ class RowwiseParallel(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         _check(module, device_mesh, self, "in_features")
         return _parallelize(module, device_mesh, RowParallelLinear, self, Shard(1), Replicate())
+
+
+class ExpertParallel(ParallelStyle):
+    """:func:`shard_experts` of a layer of experts that :func:`pydet.torch.convert` was called with.
+
+    Args:
+        tokens: as there. ``replicate`` is the one beside parallel linear layers on the same mesh.
+    """
+
+    def __init__(self, *, tokens: Tokens = "replicate") -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        if device_mesh.ndim != 1:
+            fail(INVALID_VALUE, f"ExpertParallel: the mesh has {device_mesh.ndim} dimensions, want 1 (mesh['ep'])")
+        check_layers("ExpertParallel", {"": module}, device_mesh, self.tokens)
+        share_layer(module, Shares(device_mesh, self.tokens), {})
+        return module
