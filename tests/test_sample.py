@@ -281,6 +281,7 @@ def test_refusals():
         (lambda: pydet.sample(x, whole, whole, temperature=np.zeros(3, np.float32)), "temperatures is 3, want 4"),
         (lambda: pydet.sample(x, whole, whole, top_p=np.zeros(4, np.float16)), "top_ps is float16, want float32"),
         (lambda: pydet.sample(x, whole, whole, top_k=np.zeros(4, np.int16)), "top_ks is int16, want int32 or int64"),
+        (lambda: pydet.sample(x, whole, whole, return_log_prob="yes"), "return_log_prob is str, want True or False"),
         (lambda: pydet.sample(x[:, :0], whole, whole), "x is 4x0, want a last dimension of 1 to 8388608"),
         (lambda: pydet.sample(vast, whole[:1], whole[:1]), "x is 1x8388609, want a last dimension of 1 to 8388608"),
         (lambda: pydet.sample(x.T, np.zeros(8, int), np.zeros(8, int)), "x has stride 8 in its last dimension"),
