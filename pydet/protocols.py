@@ -91,7 +91,7 @@ def _describe(
 
 def _interface_dtype(where: str, x: Any, typestr: str) -> tuple[int, int]:
     """The (code, bits) of an array-interface typestr. Of ml_dtypes it says nothing: the dtype is asked."""
-    order, kind, size = typestr[0], typestr[1], int(typestr[2:] or 0)
+    order, kind, size = typestr[0], typestr[1], int(typestr[2:].partition("[")[0] or 0)  # "<M8[s]", a date
     name = getattr(getattr(x, "dtype", None), "name", None)
     if order == _OTHER_BYTE_ORDER and size > 1:
         fail(INVALID_DTYPE, f"{where} is {name or typestr} in the byte order of another machine")

@@ -69,7 +69,8 @@ class Rules:
                 f"{op}: {x.name} has {len(x.shape)} dimensions, want {min_ndim} to {MAX_DIMS}",
             )
         if x.dtype not in types:
-            fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {', '.join(types[:-1])} or {types[-1]}")
+            wanted = " or ".join(", ".join(names) for names in (types[:-1], types[-1:]) if names)
+            fail(INVALID_DTYPE, f"{op}: {x.name} is {x.dtype}, want {wanted}")
 
     def same_type(self, op: str, first: Operand, other: Operand, besides: str = "") -> None:
         """Refuses another type than the first operand's."""

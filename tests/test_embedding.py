@@ -164,7 +164,8 @@ REFUSED = [
     (lambda: pydet.embedding(W, np.int32([-1])), "embedding: ids has -1 at 0, want numbers of the table's 4 rows"),
     (lambda: pydet.embedding(W[:0], np.int32([0])), "embedding: ids has 0 at 0, want numbers of the table's 0 rows"),
     (lambda: pydet.embedding(W, IDS.astype(np.int16)), "embedding: ids is int16, want int32 or int64"),
-    (lambda: pydet.embedding(W[0], IDS), "embedding: w is no matrix of float32, bfloat16 or float16"),
+    (lambda: pydet.embedding(W[0], IDS), "embedding: w is no matrix"),
+    (lambda: pydet.embedding(W.astype(float), IDS), "embedding: w is float64, want float32, bfloat16 or float16"),
     (lambda: pydet.embedding(W[0], IDS, out=DOUT.copy()), "embedding: w is 3, want 2 dimensions, the last of them 3"),
     (
         lambda: pydet.embedding(W, IDS, out=np.ones((2, 4), np.float32)),

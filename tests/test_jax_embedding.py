@@ -94,7 +94,11 @@ def test_refusals():
     refused(lambda: pj.sample(x, whole, whole, temperature=-1.0), "sample: temperature is -1, want a finite number")
     refused(lambda: pj.sample(x, whole, whole, top_p=1.5), "sample: top_p is 1.5, want a number from 0 to 1")
     refused(lambda: pj.sample(x, whole, whole, top_k=-1), "sample: top_k is -1, want 0 (no such filter) or more")
+    refused(lambda: pj.sample(x, whole, whole, top_k=1 << 63), "sample: top_k is no 64-bit integer")
+    refused(lambda: pj.sample(x, whole, whole, temperature=1e39), "sample: temperature is inf, want a finite number")
     refused(lambda: pj.sample(x, whole, whole, min_p=np.ones(3, np.float32)), "sample: min_p is 3, want 2")
+    refused(lambda: pj.sample(x, whole, whole, min_p=np.ones(2)), "sample: min_p is float64, want float32")
+    same(pj.sample(x, whole, whole, top_p=1 + 1e-9)[1], pydet.sample(x, whole, whole)[1])  # it is 1 in float32
     refused(lambda: pj.topk(x, 10), "topk: k is 10, want 1 to the 9 elements of a row")
     with pytest.raises(pydet.Error, match="topk: no derivative"):
         jax.grad(lambda x: pj.topk(x, 2)[0].sum())(jnp.asarray(x))

@@ -691,6 +691,7 @@ def test_array_interface_that_is_not_what_it_says():
         untouched=[out],
     )
     raises(r"in the byte order of another machine", TypeError, pydet.gemm, Interface(typestr=">f4"), B, out=out)
+    raises(r"^gemm: a is datetime64\[s\], want float32, ", TypeError, pydet.gemm, np.zeros((4, 4), "M8[s]"), B, out=out)
     raises(
         r"want float32, bfloat16, float16, float8_e4m3fn", TypeError, pydet.gemm, Interface(typestr="<V2"), B, out=out
     )

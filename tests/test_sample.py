@@ -250,6 +250,37 @@ def test_topk_of_a_vocabulary_and_of_equal_elements(topk_kernel):
     assert np.array_equal(topk_kernel.topk(np.zeros_like(x), 5)[1], [[0, 1, 2, 3, 4]] * 2)
 
 
+FEW = (1, 2, 50, 511, 512, 513)  # of the CPU's kernel, which holds up to 2048 candidates of 512
+
+
+def rows_in_order(dtype, n=5001):
+    """Ascending, descending, of one value, of few values, and of nothing but -inf beside some."""
+    x = np.sort(data("normal", (1, n), DTYPES[dtype]).astype(np.float32)).repeat(6, 0)
+    x[1], x[2], x[3] = x[0, ::-1], 1.0, np.arange(n) % 7
+    x[4:] = -np.inf
+    x[4, ::9], x[5, -3:] = x[0, ::9], 1.0
+    return x.astype(DTYPES[dtype])
+
+
+def test_topk_of_rows_in_order(topk_kernel):
+    x = rows_in_order(topk_kernel.dtype)
+    for n in (513, 2047, 2049, 5001):
+        for k in FEW:
+            got, want = topk_kernel.topk(x[:, :n], k), reference_sample.topk(x[:, :n], k)
+            assert np.array_equal(got[1], want[1]), (n, k)
+            assert_same_bits(got[0], want[0], f"{n} {k}")
+
+
+def test_filters_of_rows_in_order(sample_kernel):
+    x = rows_in_order(sample_kernel.dtype)
+    given = keys(len(x))
+    for k in FEW:
+        for more in ({}, {"top_p": 0.7}, {"top_p": 1e-3, "temperature": 3.0}, {"top_p": 0.99, "min_p": 0.1}):
+            options = {"top_k": k, **more}
+            want = reference_sample.sample(x, *given, **options)
+            same(sample_kernel.sample(x, *given, **options), want, str(options))
+
+
 def test_topk_given_its_results():
     x = data("normal", (4, 2, 99), np.dtype(np.float32))
     values, index = np.zeros((4, 2, 9), np.float32), np.zeros((4, 2, 9), np.int64)
@@ -281,6 +312,7 @@ def test_refusals():
         (lambda: pydet.sample(x, whole, whole, temperature=np.zeros(3, np.float32)), "temperatures is 3, want 4"),
         (lambda: pydet.sample(x, whole, whole, top_p=np.zeros(4, np.float16)), "top_ps is float16, want float32"),
         (lambda: pydet.sample(x, whole, whole, top_k=np.zeros(4, np.int16)), "top_ks is int16, want int32 or int64"),
+        (lambda: pydet.sample(x, whole, whole, return_log_prob="yes"), "return_log_prob is str, want True or False"),
         (lambda: pydet.sample(x[:, :0], whole, whole), "x is 4x0, want a last dimension of 1 to 8388608"),
         (lambda: pydet.sample(vast, whole[:1], whole[:1]), "x is 1x8388609, want a last dimension of 1 to 8388608"),
         (lambda: pydet.sample(x.T, np.zeros(8, int), np.zeros(8, int)), "x has stride 8 in its last dimension"),

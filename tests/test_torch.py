@@ -726,6 +726,26 @@ def test_mixed_devices():
             refuses(r"b is on cpu, a is on cuda:0", pt.gemm, torch.empty(3, 4, device="cuda"), torch.empty(4, 5))
 
 
+def test_no_operator_has_results_of_operands_of_several_devices():
+    """The dispatcher traces where one tensor is on meta: what came back was memory of the others' device, unwritten."""
+    others = {"str": "auto", "float": 1.0, "int": 1, "SymInt": 1, "bool": False}
+    dims = {"scaled_grouped_gemm": {"a": 2, "b": 3, "group_end": 1}}  # looked at first
+    count = 0
+    for schema in (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("pydet::")):
+        arguments, operator = schema.arguments, getattr(OPS, schema.name[len("pydet::") :])
+        places = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        for meta in places if len(places) > 1 else ():
+            given = [others.get(str(argument.type)) for argument in arguments]
+            for i in places:
+                if "Optional" not in str(arguments[i].type) or i in (meta, places[1]):
+                    shape = (1,) * dims.get(operator.__name__, {}).get(arguments[i].name, 4)
+                    dtype = torch.bool if arguments[i].name == "allowed" else torch.float32
+                    given[i] = torch.empty(shape, dtype=dtype, device="meta" if i == meta else "cpu")
+            refuses(r"is on (meta, \w+ is on cpu|cpu, \w+ is on meta)$|not on the expected device", operator, *given)
+            count += 1
+    assert count > 150
+
+
 def test_lazy_views_are_read_right():
     a, b, bias, weight = normal(3, 4), normal(4, 5), normal(5), normal(4)
     neg = torch._neg_view

@@ -80,3 +80,24 @@ def test_forward_mode_of_topk():
 def test_vmap_of_topk():
     x, *_ = rows()
     assert np.array_equal(torch.vmap(lambda x: torch.ops.pydet.topk(x, 4)[1])(x), pydet.topk(x, 4)[1])
+
+
+def test_vmap_of_sample():
+    """In one call: PyTorch makes many, and warns, of an operator without a rule."""
+    x, seed, position = rows()
+    heat = torch.tensor([0.5, 1.0, 2.0])[:, None].expand(3, 4).contiguous()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        of_rows = torch.vmap(torch.vmap(lambda *given: pydet.torch.sample(*given, **OPTIONS)))(x, seed, position)
+        of_seeds = torch.vmap(lambda seed: pydet.torch.sample(x[0], seed, position[0]))(seed)
+        of_heat = torch.vmap(lambda x, heat: pydet.torch.sample(x, seed[0], position[0], temperature=heat), (1, 0))(
+            x.movedim(0, 1), heat
+        )
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(True)
+    for got, want in (
+        (of_rows, pydet.sample(x, seed, position, **OPTIONS)),
+        (of_seeds, pydet.sample(x[:1].expand(3, 4, 100), seed, position[:1].expand(3, 4).contiguous())),
+        (of_heat, pydet.sample(x, *(y[:1].expand(3, 4).contiguous() for y in (seed, position)), temperature=heat)),
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))

@@ -15,9 +15,13 @@ inline float row_max(Type type, const char *x, int64_t n, Piece &piece) {
   for (float &m : most) m = -INFINITY;
   pieces(n, [&](int64_t j, int64_t count) {
     piece.load(type, x, j, count);
-    for (int i = 0; i < count; ++i) most[i] = piece.x[i] > most[i] ? piece.x[i] : most[i];
+    if (count == kPiece)
+      for (int i = 0; i < kPiece; ++i) most[i] = piece.x[i] > most[i] ? piece.x[i] : most[i];
+    else
+      for (int i = 0; i < count; ++i) most[i] = piece.x[i] > most[i] ? piece.x[i] : most[i];
   });
-  for (int i = 1; i < kPiece; ++i) most[0] = most[i] > most[0] ? most[i] : most[0];
+  for (int half = kPiece / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) most[i] = most[i + half] > most[i] ? most[i + half] : most[i];
   return most[0] + 0.0f;  // which zero is the largest would depend on the order
 }
 

@@ -104,20 +104,13 @@ struct alignas(64) RowSum {
   }
 
   float joined(int64_t n) const {
-    constexpr int kAtOnce = 32;  // groups whose lanes are joined side by side
     const int used = groups(n);
     int width = 1;  // groups to join: a power of two
     while (width < used) width *= 2;
-    alignas(64) float by4[4 * kAtOnce], by2[2 * kAtOnce], sum[kRowLaneGroups];
-    for (int first = 0; first < used; first += kAtOnce) {
-      const float *from = lane + kRowLaneElements * first;
-      const int count = used - first < kAtOnce ? used - first : kAtOnce;
-      for (int g = 0; g < count; ++g)
-        for (int e = 0; e < 4; ++e) by4[4 * g + e] = from[8 * g + e] + from[8 * g + 4 + e];
-      for (int g = 0; g < count; ++g)
-        for (int e = 0; e < 2; ++e) by2[2 * g + e] = by4[4 * g + e] + by4[4 * g + 2 + e];
-      for (int g = 0; g < count; ++g) sum[first + g] = by2[2 * g] + by2[2 * g + 1];
-    }
+    alignas(64) float sum[kRowLaneGroups];
+    int whole = 0;
+    for (; whole + kWidth <= used; whole += kWidth) store(sum + whole, group_sums(lane + kRowLaneElements * whole));
+    for (int g = whole; g < used; ++g) sum[g] = group_sum(lane + kRowLaneElements * g);
     for (int g = used; g < width; ++g) sum[g] = 0.0f;
     if (width < kRowLaneGroups) {
       for (int g = 0; g < used; ++g) sum[g] = sum[g] + 0.0f;  // the partners 128 ... width apart: -0 becomes +0

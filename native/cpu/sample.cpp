@@ -5,9 +5,11 @@
 //   token = the first column whose (z - m) + g is the largest, of those that are kept
 //
 // What the leading columns are is found a digit of their order at a time, by the weights of the columns of each digit:
-// 1 each for top_k, their masses for top_p. A row is passed over up to ten times, in pieces that become floats on the stack.
+// 1 each for top_k, their masses for top_p; a few are found in one pass, which keeps those that may be among them. A
+// row is passed over up to ten times, in pieces that become floats on the stack.
 
 #include <algorithm>
+#include <functional>
 
 #include "cpu/each_row.h"
 #include "ops/sample/formulas.h"
@@ -15,7 +17,7 @@
 namespace pydet {
 namespace {
 
-constexpr int kBlocks = kPiece / kNoiseBlock;
+constexpr int kBlocks = kPiece / kNoiseBlock, kFewNoises = kPiece / 8;  // of a piece; so few are made one by one
 
 // Columns of one order, and what they weigh together.
 struct Weighed {
@@ -58,6 +60,60 @@ Weighed threshold(Type type, const char *x, int64_t n, uint64_t (&digits)[kDigit
     prefix |= uint32_t(digit) << shift;
   }
   return {prefix, above};
+}
+
+// order_of each element of a piece, by steps of which the compiler makes vectors; the largest.
+inline uint32_t orders_of(Piece &piece, uint32_t (&order)[kPiece]) {
+  for (float &v : piece.x) v = v + 0.0f;
+  memcpy(order, piece.x, sizeof order);
+  uint32_t most = 0;
+  for (uint32_t &u : order)
+    u = (u & 0x7FFFFFFFu) > 0x7F800000u ? kNanOrder : u ^ (uint32_t(int32_t(u) >> 31) | 0x80000000u);
+  for (uint32_t u : order) most = u > most ? u : most;
+  return most;
+}
+
+// The largest element of a piece, which has no NaN.
+inline float largest_of(const Piece &piece) {
+  float most[kWidth];
+  memcpy(most, piece.x, sizeof most);
+  for (int j = kWidth; j < kPiece; j += kWidth)
+    for (int i = 0; i < kWidth; ++i) most[i] = piece.x[j + i] > most[i] ? piece.x[j + i] : most[i];
+  for (float v : most) most[0] = v > most[0] ? v : most[0];
+  return most[0];
+}
+
+// The orders of what may be among the first k columns of a row, where k is no more than kFew.
+struct Candidates {
+  uint32_t order[kRowLanes];
+};
+static_assert(sizeof(Candidates) <= sizeof(RowSum), "they lie where the lanes of a row's sum do");
+constexpr int64_t kFew = kRowLanes / 4;
+
+// The first k columns, whose orders are then the first k of those held. Of the columns so far only the first k matter,
+// and what is no larger than the last of them comes behind it: so few are held, and most pieces are only looked at.
+__attribute__((noinline)) Leading leading_of_few(Type type, const char *x, int64_t n, int64_t k, Candidates &held) {
+  uint32_t *const orders = held.order;
+  uint32_t last = 0;  // no order is 0
+  int64_t count = 0;
+  const auto leave_k = [&] {
+    std::nth_element(orders, orders + k - 1, orders + count, std::greater<uint32_t>());
+    last = orders[k - 1];
+    count = k;
+  };
+  Piece piece;
+  uint32_t order[kPiece];
+  pieces(n, [&](int64_t j, int64_t in_piece) {
+    piece.load(type, x, j, in_piece);
+    if (orders_of(piece, order) <= last) return;
+    for (int i = 0; i < in_piece; ++i) {
+      orders[count] = order[i];
+      count += order[i] > last;
+    }
+    if (count > kRowLanes - kPiece) leave_k();
+  });
+  leave_k();
+  return {last, std::count(orders, orders + k, last)};
 }
 
 // The first k columns.
@@ -113,6 +169,19 @@ struct SampledRow {
     return first;
   }
 
+  // What top_k and top_p leave; `lanes` is the memory that is worked in.
+  Leading leading(RowSum &lanes) const {
+    const int64_t k = choice.top_k;
+    if (choice.by_rank() && k <= kFew) {
+      auto &held = *new (&lanes) Candidates;
+      const Leading first = leading_of_few(type, x, p.n, k, held);
+      return choice.by_mass() ? leading_mass_of_few(held, k) : first;
+    }
+    auto &digits = *new (&lanes) uint64_t[1][kDigits];
+    const Leading first = choice.by_rank() ? leading_of(type, x, p.n, k, digits) : kEverything;
+    return choice.by_mass() ? leading_mass(first, digits) : first;
+  }
+
   // Of the columns that `within` holds, the first whose masses reach top_p of theirs.
   __attribute__((noinline)) Leading leading_mass(const Leading &within, uint64_t (&digits)[kDigits]) const {
     const bool all = within.equal == kAllColumns;
@@ -129,6 +198,23 @@ struct SampledRow {
     };
     const Weighed found = threshold(type, x, p.n, digits, equal, target, weigh);
     return {found.order, divide_up(int64_t(reach - found.weight), int64_t(mass_in(found.order)))};
+  }
+
+  // The same within the first k columns, whose orders are held.
+  __attribute__((noinline)) Leading leading_mass_of_few(Candidates &held, int64_t k) const {
+    uint32_t *const orders = held.order;
+    std::sort(orders, orders + k, std::greater<uint32_t>());
+    uint64_t total = 0, above = 0;
+    for (int64_t i = 0; i < k; ++i) total += mass_in(orders[i]);
+    const uint64_t reach = target_of(total, choice.top_p);
+    for (int64_t i = 0;;) {
+      const uint64_t mass = mass_in(orders[i]);
+      const int64_t first = i;
+      while (i < k && orders[i] == orders[first]) ++i;
+      const uint64_t of_order = uint64_t(i - first) * mass;
+      if (above + of_order >= reach) return {orders[first], divide_up(int64_t(reach - above), int64_t(mass))};
+      above += of_order;
+    }
   }
 
   // s of all columns.
@@ -157,6 +243,7 @@ struct SampledRow {
     if (lanes) lanes->clear(p.n);
     pieces(p.n, [&](int64_t j, int64_t count) {
       piece.load(type, x, j, count);
+      if (cut && largest_of(piece) < least) return;  // none is kept, and a sum would not change by 0
       bool keep[kPiece];
       for (int i = 0; i < kPiece; ++i) keep[i] = !cut || piece.x[i] > least;
       if (cut)
@@ -165,13 +252,14 @@ struct SampledRow {
       distances(piece);
       if (choice.min_p > 0.0f)
         for (int i = 0; i < kPiece; ++i) keep[i] &= exp_f32(piece.x[i]) >= choice.min_p;
-      for (int i = 0; i < kPiece; ++i) piece.x[i] = keep[i] && i < count ? piece.x[i] : -INFINITY;
-      float most = -INFINITY;
-      for (float v : piece.x) most = v > most ? v : most;
-      if (!(most + kMostNoise < best)) {  // else no noise makes a token of these
-        noise_of(j, noise);
+      for (int i = 0; i < kPiece; ++i) keep[i] &= i < count;
+      for (int i = 0; i < kPiece; ++i) piece.x[i] = keep[i] ? piece.x[i] : -INFINITY;
+      if (!(largest_of(piece) + kMostNoise < best)) {  // else no noise makes a token of these
+        const bool few = std::count(keep, keep + kPiece, true) <= kFewNoises;
+        if (!few) noise_of(j, noise);
         for (int i = 0; i < count; ++i) {
-          const float with_noise = piece.x[i] + noise.x[i];
+          if (few && !keep[i]) continue;
+          const float with_noise = piece.x[i] + (few ? noise_of_column(j + i) : noise.x[i]);
           if (with_noise > best) best = with_noise, token = j + i;
         }
       }
@@ -179,6 +267,9 @@ struct SampledRow {
     });
     if (lanes) *sum = lanes->joined(p.n);
     return token;
+  }
+  float noise_of_column(int64_t j) const {
+    return gumbel(philox(choice.seed, choice.position, uint32_t(j / kNoiseBlock)).word[j % kNoiseBlock]);
   }
   void noise_of(int64_t j, Piece &noise) const {
     uint32_t word[kNoiseBlock][kBlocks];
@@ -210,10 +301,7 @@ void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
   if (row.choice.greedy) {
     token = row.first_largest();
   } else {
-    auto &digits = *new (&lanes) uint64_t[1][kDigits];
-    Leading leading = kEverything;
-    if (row.choice.by_rank()) leading = leading_of(row.type, row.x, p.n, row.choice.top_k, digits);
-    if (row.choice.by_mass()) leading = row.leading_mass(leading, digits);
+    const Leading leading = row.leading(lanes);
     const bool wanted = filters ? filtered != nullptr : all || filtered;
     token = row.draw(leading, wanted ? new (&lanes) RowSum : nullptr, &kept_sum);
     if (!filters) sum = kept_sum;
@@ -223,19 +311,27 @@ void sample_row(const Sample &p, int64_t r, RowSum &lanes) {
   if (filtered) filtered[r] = row.choice.greedy ? 0.0f : distance - log_f32(kept_sum);
 }
 
+// The numbers of the leading columns, ascending.
+__attribute__((noinline)) void find_columns(Type type, const char *x, int64_t n, const Leading &leading,
+                                            int64_t *index) {
+  int64_t found = 0, equal = 0;
+  Piece piece;
+  uint32_t order[kPiece];
+  pieces(n, [&](int64_t j, int64_t count) {
+    piece.load(type, x, j, count);
+    if (orders_of(piece, order) < leading.order) return;
+    for (int i = 0; i < count; ++i)
+      if (order[i] > leading.order || (order[i] == leading.order && equal++ < leading.equal)) index[found++] = j + i;
+  });
+}
+
 void topk_row(const TopK &p, int64_t r, RowSum &memory) {
   const Type type = p.x.type;
   const char *x = row(p.x, p.inner, r);
-  const Leading leading = leading_of(type, x, p.n, p.k, *new (&memory) uint64_t[1][kDigits]);
-  int64_t *index = (int64_t *)p.index + r * p.k, found = 0, equal = 0;
-  Piece piece;
-  pieces(p.n, [&](int64_t j, int64_t count) {
-    piece.load(type, x, j, count);
-    for (int i = 0; i < count; ++i) {
-      const uint32_t order = order_of(piece.x[i]);
-      if (order > leading.order || (order == leading.order && equal++ < leading.equal)) index[found++] = j + i;
-    }
-  });
+  const Leading leading = p.k <= kFew ? leading_of_few(type, x, p.n, p.k, *new (&memory) Candidates)
+                                      : leading_of(type, x, p.n, p.k, *new (&memory) uint64_t[1][kDigits]);
+  int64_t *index = (int64_t *)p.index + r * p.k;
+  find_columns(type, x, p.n, leading, index);
   std::sort(index, index + p.k, [&](int64_t a, int64_t b) {
     const uint32_t of_a = order_of(element(type, x, a)), of_b = order_of(element(type, x, b));
     return of_a > of_b || (of_a == of_b && a < b);

@@ -15,6 +15,9 @@
 namespace pydet {
 namespace {
 
+// The sum of a group of eight lanes, by halves.
+inline float group_sum(const float *p) { return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7])); }
+
 #if defined(__AVX512F__)
 
 using Isa = Avx512;
@@ -87,6 +90,20 @@ inline void transpose(Floats (&t)[kWidth]) {
     t[i + 8].v = _mm512_shuffle_f32x4(a, c, 0xDD);
     t[i + 12].v = _mm512_shuffle_f32x4(b, d, 0xDD);
   }
+}
+// group_sum of kWidth groups, one behind the other.
+inline Floats group_sums(const float *p) {
+  __m512 four[4];  // of each of four groups the sums of e and e + 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = load(p + 32 * i).v, b = load(p + 32 * i + 16).v;
+    four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+  }
+  const auto by2 = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+  };
+  const __m512 a = by2(four[0], four[1]), b = by2(four[2], four[3]);
+  const __m512 turned = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+  return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), turned)};
 }
 
 #elif defined(__AVX2__)
@@ -162,6 +179,19 @@ inline void transpose(Floats (&t)[kWidth]) {
     t[i + 4].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
   }
 }
+inline Floats group_sums(const float *p) {
+  __m256 two[4];  // of each of two groups the sums of e and e + 4
+  for (int i = 0; i < 4; ++i) {
+    const __m256 a = load(p + 16 * i).v, b = load(p + 16 * i + 8).v;
+    two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  const auto by2 = [](__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
+  };
+  const __m256 a = by2(two[0], two[1]), b = by2(two[2], two[3]);
+  const __m256 turned = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD));
+  return {_mm256_permutevar8x32_ps(turned, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))};
+}
 
 #else
 
@@ -197,6 +227,7 @@ inline void store_words(uint16_t *to, const uint16_t (&from)[1], int64_t count) 
   if (count > 0) *to = from[0];
 }
 inline void transpose(Floats (&)[kWidth]) {}
+inline Floats group_sums(const float *p) { return {group_sum(p)}; }
 
 #endif
 

@@ -53,13 +53,25 @@ void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
     const ElementPlace place = place_of(problem, x, r, j);
     piece.load(type, place.row, place.j, count);
   };
+  // In fp32 e waits in y, where it is e again.
+  const bool keeps =
+      problem.kind == SoftmaxKind::softmax && type == Type::f32 && !problem.slabs.columns && !problem.log_prob.data;
+  char *const y = row(problem.y, problem.inner, r);
   lanes.clear(n);
   pieces(n, [&](int64_t j, int64_t count) {
     load(j, count);
     for (float &e : piece.x) e = exp_f32(e - max);
+    if (keeps) piece.store<Number<Type::f32>>((float *)y + j, count);
     along(count, [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(piece.x + i, v), all(1.0f, v)); });
   });
-  const float sum = lanes.joined(n), log_sum = log_f32(sum);
+  const float sum = lanes.joined(n);
+  if (keeps)
+    return pieces(n, [&](int64_t j, int64_t count) {
+      piece.load<Number<Type::f32>>((float *)y + j, count);
+      for (float &e : piece.x) e = e / sum;
+      piece.store<Number<Type::f32>>((float *)y + j, count);
+    });
+  const float log_sum = log_f32(sum);
 
   if (problem.log_prob.data) {
     const int64_t index = column_of(problem, r);
@@ -71,7 +83,6 @@ void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
     ((float *)problem.log_prob.data)[r] = pydet::canonical(result);
   }
   if (problem.kind == SoftmaxKind::log_prob) return;
-  char *const y = row(problem.y, problem.inner, r);
   auto write = [&](auto element) {
     pieces(n, [&](int64_t j, int64_t count) {
       load(j, count);
@@ -92,7 +103,19 @@ void softmax_row(const Softmax &problem, int64_t r, RowSum &lanes) {
   write([=](int64_t j, float v) { return fmaf(-(exp_f32(v - max) / sum), gradient, j == index ? gradient : 0.0f); });
 }
 
-void backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
+// Of softmax itself. Elements are read where they are: two copies of them would take as long as the rest.
+template <class T> void backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
+  const int64_t n = problem.n;
+  const auto *const dy = row<T>(problem.dy, problem.inner, r), *const y = row<T>(problem.y, problem.inner, r);
+  auto *const dx = row<T>(problem.dx, problem.inner, r);
+  lanes.clear(n);
+  along(n, [&](int64_t j, auto v) { lanes.add(j, get<T>(dy + j, v), get<T>(y + j, v)); });
+  const float c = lanes.joined(n);
+  along(n, [&](int64_t j, auto v) { set<T>(dx + j, get<T>(y + j, v) * (get<T>(dy + j, v) + all(-c, v))); });
+}
+
+// Of its logarithm.
+void log_backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
   const int64_t n = problem.n;
   const Type type = problem.dy.type;
   const char *dy = row(problem.dy, problem.inner, r), *y = row(problem.y, problem.inner, r);
@@ -101,20 +124,13 @@ void backward_row(const SoftmaxBackward &problem, int64_t r, RowSum &lanes) {
   lanes.clear(n);
   pieces(n, [&](int64_t j, int64_t count) {
     first.load(type, dy, j, count);
-    if (problem.log)
-      for (float &one : second.x) one = 1.0f;
-    else second.load(type, y, j, count);
-    along(count,
-          [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(first.x + i, v), get<Partial>(second.x + i, v)); });
+    along(count, [&](int64_t i, auto v) { lanes.add(j + i, get<Partial>(first.x + i, v), all(1.0f, v)); });
   });
   const float c = lanes.joined(n);
   pieces(n, [&](int64_t j, int64_t count) {
     first.load(type, dy, j, count);
     second.load(type, y, j, count);
-    if (problem.log)
-      for (int i = 0; i < kPiece; ++i) first.x[i] = fmaf(-exp_f32(second.x[i]), c, first.x[i]);
-    else
-      for (int i = 0; i < kPiece; ++i) first.x[i] = second.x[i] * (first.x[i] - c);
+    for (int i = 0; i < kPiece; ++i) first.x[i] = fmaf(-exp_f32(second.x[i]), c, first.x[i]);
     first.store(type, dx, j, count);
   });
 }
@@ -127,7 +143,10 @@ template <> pydet_status softmax<Isa>(const Softmax &problem) {
 }
 
 template <> pydet_status softmax_backward<Isa>(const SoftmaxBackward &problem) {
-  each_row(problem.rows, problem.n, [&](int64_t r, RowSum &lanes) { backward_row(problem, r, lanes); });
+  each_row(problem.rows, problem.n, [&](int64_t r, RowSum &lanes) {
+    if (problem.log) log_backward_row(problem, r, lanes);
+    else dispatch(problem.dy.type, [&](auto number) { backward_row<decltype(number)>(problem, r, lanes); });
+  });
   return PYDET_OK;
 }
 

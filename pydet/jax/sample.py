@@ -118,7 +118,9 @@ def sample(
 
 
 def _check(numbers: dict[str, Any]) -> None:
-    """As the library does where there is memory (``native/ops/sample/check.h``)."""
+    """As the library does where there is memory (``native/ops/sample/check.h``), of numbers in float32."""
+    with np.errstate(over="ignore"):
+        numbers = {name: x if name == "top_k" else float(np.float32(x)) for name, x in numbers.items()}
     if not 0 <= numbers["temperature"] < np.inf:
         fail(
             INVALID_VALUE,
@@ -126,6 +128,8 @@ def _check(numbers: dict[str, Any]) -> None:
         )
     if numbers["top_k"] < 0:
         fail(INVALID_VALUE, f"sample: top_k is {numbers['top_k']}, want 0 (no such filter) or more")
+    if numbers["top_k"] >= 1 << 63:
+        fail(INVALID_VALUE, "sample: top_k is no 64-bit integer")
     for name in ("top_p", "min_p"):
         if not 0 <= numbers[name] <= 1:
             fail(INVALID_VALUE, f"sample: {name} is {numbers[name]:g}, want a number from 0 to 1")

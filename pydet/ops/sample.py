@@ -65,7 +65,7 @@ def sample(
             options[_ROW_OPTIONS[name]] = options.pop(name)
     method = _sample if stream is None else on_stream(_sample, logits, stream)
     return method(  # type: ignore[no-any-return]
-        logits, seed, position, out=out, wants_log_prob=return_log_prob, kernel=kernel, **options
+        logits, seed, position, out=out, return_log_prob=return_log_prob, kernel=kernel, **options
     )
 
 

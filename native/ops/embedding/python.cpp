@@ -29,15 +29,14 @@ Object *call_embedding(Object *, Object *const *args, intptr_t count, Object *ke
   if (!call.text_of("kernel", given.kernel, &options.kernel) || !call.choose_library(given.stream)) return nullptr;
   const pydet_tensor &table = w->tensor, &numbers = ids->tensor;
   if (!out->present) {
-    if (!sound(table, 2) || table.ndim != 2)
-      return call.refuse("w", "no matrix of float32, bfloat16 or float16"), nullptr;
+    if (table.ndim != 2) return call.refuse("w", "no matrix", PYDET_INVALID_SHAPE), nullptr;
     if (numbers.ndim >= kDims) return call.refuse("ids", "of too many dimensions", PYDET_INVALID_SHAPE), nullptr;
     int64_t shape[kDims];
     for (int i = 0; i < numbers.ndim; ++i) shape[i] = numbers.shape[i];
     shape[numbers.ndim] = table.shape[1];
-    if (!(out = call.make(numbers.ndim + 1, shape, type_index(table.dtype)))) return nullptr;
+    if (sound(table, 2) && !(out = call.make(numbers.ndim + 1, shape, type_index(table.dtype)))) return nullptr;
   }
-  const bool done = call.run(elements(out->tensor), [&](void *stream) {
+  const bool done = call.run(out->present ? elements(out->tensor) : 0, [&](void *stream) {
     return call.library().call<pydet_embedding>(stream, tensor_of(w), tensor_of(ids), tensor_of(out), &options);
   });
   return done ? call.result(out) : nullptr;

@@ -7,7 +7,7 @@ namespace {
 struct SampleArguments {
   PYDET_ARGUMENTS(x, seed, position,  // positional
                   out, log_prob, filtered_log_prob,
-                  wants_log_prob,                        // a flag: both are made where none is given
+                  return_log_prob,                       // a flag: both are made where none is given
                   temperature, top_k, top_p, min_p,      // numbers
                   temperatures, top_ks, top_ps, min_ps,  // tensors in their place
                   kernel, stream);
@@ -36,8 +36,8 @@ Object *call_sample(Object *, Object *const *args, intptr_t count, Object *keywo
   pydet_sample_options options = {};
   options.struct_size = sizeof options;
   options.temperature = options.top_p = 1.0f;
-  int32_t wants_log_prob = 0;
-  if (!call.flag_of("wants_log_prob", given.wants_log_prob, &wants_log_prob)) return nullptr;
+  int32_t return_log_prob = 0;
+  if (!call.flag_of("return_log_prob", given.return_log_prob, &return_log_prob)) return nullptr;
   if (!call.float_of("temperature", given.temperature, &options.temperature)) return nullptr;
   if (!call.integer_of("top_k", given.top_k, &options.top_k)) return nullptr;
   if (!call.float_of("top_p", given.top_p, &options.top_p)) return nullptr;
@@ -51,7 +51,7 @@ Object *call_sample(Object *, Object *const *args, intptr_t count, Object *keywo
   const int ndim = like.ndim < 1 ? 0 : like.ndim - 1;
   if (!make_like(call, like, ndim, kWholeNumbers, &token)) return nullptr;
   for (Operand **result : {&log_prob, &filtered})
-    if (wants_log_prob && !make_like(call, like, ndim, int(Type::f32), result)) return nullptr;
+    if (return_log_prob && !make_like(call, like, ndim, int(Type::f32), result)) return nullptr;
   const bool done = call.run(elements(like), [&](void *stream) {
     return call.library().call<pydet_sample>(stream, tensor_of(x), tensor_of(seed), tensor_of(position),
                                              tensor_of(token), tensor_of(log_prob), tensor_of(filtered), &options);

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pydet._native import INVALID_DEVICE, INVALID_DTYPE, constants, fail
+from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.hooks import unknown
 from pydet.ops.grouped import _grouped_gemm, check_ends
 from pydet.torch.ops.register import GEMM_OPTIONS, Call, Dtype, Tensor, define, index_of
@@ -41,8 +41,6 @@ def _fake_grouped_gemm(
     TRACED.same_type(_OP, left, right)
     if group_end.dtype != torch.int32:
         fail(INVALID_DTYPE, f"{_OP}: group_end is {group_end.dtype}, want int32")
-    if group_end.device != a.device:
-        fail(INVALID_DEVICE, f"{_OP}: group_end is on {group_end.device}, a is on {a.device}")
     if a.dim() != 2 or b.dim() not in (2, 3) or group_end.dim() != 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("a", a), ("b", b), ("group_end", group_end)))
         fail(constants.PYDET_INVALID_SHAPE, f"{_OP}: {shapes}, want a matrix, one or a batch, and [G]")

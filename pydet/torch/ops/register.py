@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from pydet._native import INVALID_VALUE, UNSUPPORTED, Error, constants, fail
 from pydet.frameworks import type_index
 from pydet.protocols import UNSCALED
+from pydet.torch.ops.tracing import one_device
 
 Tensor: TypeAlias = torch.Tensor
 Dtype: TypeAlias = torch.dtype | None
@@ -106,7 +107,9 @@ def define(
 
     def traced(*given: Any, **named: Any) -> Any:
         given += defaults[len(given) :]
-        return fake(*(named.get(name, x) for name, x in zip(names, given, strict=True)))
+        given = tuple(named.get(argument, x) for argument, x in zip(names, given, strict=True))
+        one_device(name, zip(names, given, strict=True))
+        return fake(*given)
 
     def below(*given: Any) -> Any:
         """The kernel at once (through the dispatcher a small call takes half as long again), unless a mode listens.

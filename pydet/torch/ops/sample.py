@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pydet._native import INVALID_DTYPE, constants, fail
 from pydet.ops.sample import _sample, _topk
 from pydet.shapes import text
-from pydet.torch.ops.register import Tensor, define, vmap_rows
+from pydet.torch.ops.register import Call, Tensor, define, vmap_rows
 from pydet.torch.ops.tracing import TRACED, operands
 
 # ---- Shapes, for tracing ---------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ def _run_sample(
         x,
         seed.contiguous(),
         position.contiguous(),
-        wants_log_prob=True,
+        return_log_prob=True,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -93,11 +95,27 @@ def _run_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 # ---- The operators ---------------------------------------------------------------------------------------------------
 
+
+def _vmap_sample(operator: Any) -> Call:
+    """The rule of torch.vmap: what every row shares, such as logits of several seeds, each has for its own."""
+
+    def rule(info: Any, dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        each = (
+            x if not isinstance(x, Tensor) else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(given, dims, strict=True)
+        )
+        return operator(*each), (0, 0, 0)
+
+    return rule
+
+
 define(
     "sample(Tensor x, Tensor seed, Tensor position, float temperature=1., int top_k=0, float top_p=1., float min_p=0., "
     "Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None)"
     " -> (Tensor, Tensor, Tensor)",
     _run_sample,
     _fake_sample,
+    vmap=_vmap_sample,
 )
 define("topk(Tensor x, int k) -> (Tensor, Tensor)", _run_topk, _fake_topk, vmap=vmap_rows())

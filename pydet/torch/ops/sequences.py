@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import pydet
-from pydet._native import INVALID_DEVICE, INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
 from pydet.torch.ops.attention import adjacent, padded
 from pydet.torch.ops.register import DTYPES, Call, Tensor, define
@@ -145,14 +145,12 @@ def _shapes(op: str, heads_of_k: int, causes: str, fits: bool, q: Tensor, k: Ten
     )
 
 
-def _integers(op: str, like: Tensor, ndims: int, **given: Tensor | None) -> None:
+def _integers(op: str, ndims: int, **given: Tensor | None) -> None:
     for name, x in given.items():
         if x is None:
             continue
         if x.dtype != torch.int32:
             fail(INVALID_DTYPE, f"{op}: {name} is {x.dtype}, want int32")
-        if x.device != like.device:
-            fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, q is on {like.device}")
         if x.dim() != ndims:
             fail(constants.PYDET_INVALID_SHAPE, f"{op}: {name} has {x.dim()} dimensions, want {ndims}")
 
@@ -173,7 +171,7 @@ def _fake_varlen(
 ) -> tuple[Tensor, Tensor]:
     op, causes = "attention_varlen", "q TxHxD, k UxGxD, v UxGxE"
     _shapes(op, 1, causes, q.dim() == k.dim() == v.dim() == 3, q, k, v)
-    _integers(op, q, 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _integers(op, 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     torch._check(
         cu_seqlens_q.shape == cu_seqlens_k.shape and cu_seqlens_q.shape[0] > 0,
         lambda: (
@@ -204,8 +202,8 @@ def _fake_paged(
     causes = "q TxHxD, since cu_seqlens_q is given, k and v PxSxGxD" if packed else "q BxHxQxD, k and v PxSxGxD"
     fits = q.dim() == (3 if packed else 4) and k_cache.dim() == v_cache.dim() == 4
     _shapes(op, 2, causes, fits, q, k_cache, v_cache)
-    _integers(op, q, 1, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, first_key=options[-3])
-    _integers(op, q, 2, block_table=block_table)
+    _integers(op, 1, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, first_key=options[-3])
+    _integers(op, 2, block_table=block_table)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     torch._check(
         block_table.shape[0] == sequences and seqlens_k.shape[0] == sequences,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,13 +31,20 @@ class _Traced(Rules):
 TRACED = _Traced()
 
 
+def one_device(op: str, given: Iterable[tuple[str, Any]]) -> None:
+    """Refuses tensors of several devices. The dispatcher traces where one of them is on meta: results would be on the
+    device of the others, and never written."""
+    tensors = [(name, x) for name, x in given if isinstance(x, torch.Tensor)]
+    for name, x in tensors[1:]:
+        first_name, first = tensors[0]
+        if x.device != first.device:
+            fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
+
+
 def operands(op: str, **given: torch.Tensor | None) -> list[Any]:
     """What the rules read, of tensors that are on one device."""
     warn_of_fusion()
-    first_name, first = next((name, x) for name, x in given.items() if x is not None)
-    for name, x in given.items():
-        if x is not None and x.device != first.device:
-            fail(INVALID_DEVICE, f"{op}: {name} is on {x.device}, {first_name} is on {first.device}")
+    one_device(op, given.items())
     return [
         None if x is None else Operand(name, tuple(x.shape), str(x.dtype).removeprefix("torch."))
         for name, x in given.items()
