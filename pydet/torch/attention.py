@@ -21,6 +21,7 @@ from pydet.torch.accumulate import AccumulatingAttention
 from pydet.torch.mask import All, Causal, Mask, elements_of, given, say
 from pydet.torch.ops.attention import padded
 from pydet.torch.ops.register import straight
+from pydet.torch.shared import over_batch
 from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
@@ -358,6 +359,7 @@ def register_attention(
             window = None if sliding_window is None else _check_window(sliding_window)
             return _of_batching(query, key, value, batch, window, how), None
         check_options(options)
+        attention_mask, position_bias = (over_batch(x, query.shape[0]) for x in (attention_mask, position_bias))
         # What a model asked for has its window; some give attention a window beside a mask without one, for flash.
         if asked := isinstance(attention_mask, Mask):
             attention_mask, causal = _read(attention_mask, query, key)

@@ -16,6 +16,7 @@ from pydet.hooks import unknown
 from pydet.ops import Arithmetic
 from pydet.torch import alibi, checking, code, experts, experts_fp8, scans
 from pydet.torch.checking import Check
+from pydet.torch.convolutions import Convolution, convolution_class
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, OffsetLayerNorm, RMSNorm
@@ -187,6 +188,7 @@ def _becomes(
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
     own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary | scans.Scan
+    own_kinds |= Convolution
     if isinstance(module, alibi.MptAttention):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
@@ -205,6 +207,8 @@ def _becomes(
         return _obstacle(module) or (ours, how)
     if kind is torch.nn.LayerNorm or ours is OffsetLayerNorm:
         return _obstacle(module) or _layer_norm(module, ours or LayerNorm)
+    if may_multiply and (convolution := convolution_class(module)) is not None:
+        return _obstacle(module) or (convolution[0], {**convolution[1], **how})
     if (embedding := rotary_class(module)) is not None:
         return _obstacle(module) or embedding
     if (mixer := scans.scan_class(module)) is not None:
