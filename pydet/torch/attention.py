@@ -71,7 +71,8 @@ def attention(
             Beside a mask its rows are computed one by one where they do not begin and end together. Its gradient is
             made of products and sums of its own (``torch.ops.pydet.attention_bias_backward``), in memory for a
             sequence's scores, and is the sum over what the bias is spread over, sequences in order; so micro-batches
-            of a bias that all sequences share have other bits than one batch.
+            of a bias that all sequences share have other bits than one batch, unless :func:`accumulate_gradients`
+            sums it (T5's).
         causal: query i sees no key after ``K - Q + i``; with `allowed` both hold.
         arithmetic: as in :func:`pydet.gemm`.
         kv_chunk: keys of a segment, as in :func:`pydet.attention`.

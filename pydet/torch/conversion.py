@@ -449,8 +449,9 @@ def convert(
     strict: bool = False,
     sample: Any = None,
 ) -> Conversion:
-    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, experts with their routers, MPT's
-    attention and the cosines of rotary embeddings pydet's.
+    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, convolutions of patches and those of
+    sequences where windows overlap little, experts with their routers, MPT's attention and the cosines of rotary
+    embeddings pydet's.
 
     In place: a module stays the same object with the same parameters, hooks, attributes and names, and changes its
     class, so tied weights stay tied and optimizers keep them. What pydet would compute otherwise than the module does
@@ -462,8 +463,8 @@ def convert(
 
     Args:
         model: any module.
-        arithmetic, k_chunk: of the linear layers; those in fp8 have chunks of 128, and take ``"auto"``, ``"ieee"`` and
-            ``"sm90"``.
+        arithmetic, k_chunk: of the linear layers and convolutions; those in fp8 have chunks of 128, and take
+            ``"auto"``, ``"ieee"`` and ``"sm90"``.
         fp8: True makes ``nn.Linear`` and :class:`Linear` to :class:`Fp8Linear`, experts to :class:`Fp8Experts`, and so
             the layers and experts of block-scaled checkpoints (a float8 ``weight`` and its ``weight_scale_inv``). A
             function of a module's name and the module says which: ``fp8=lambda name, _: name != "lm_head"``.

@@ -274,14 +274,12 @@ class Accumulating(list[torch.nn.Parameter]):
 
     Attributes:
         outside: the names of the other parameters that are trained, whose gradients go to ``grad``, each with the class
-            of its module: convolutions, norms of other formulas, whatever is not pydet's.
+            of its module: other convolutions, norms of other formulas, whatever is not pydet's.
         arrived: how often each of these got a gradient, which micro-batches add in its own type.
         spread: the names of embeddings that are not the model's input embeddings, as of positions and T5's
-            ``relative_attention_bias``, and of vectors that scale residuals, each with its class. What a model makes of
-            them once for a whole batch is summed over it in the order of its sequences, where its code adds it to the
-            batch, multiplies it by it, or gives it to pydet's attention as its bias.
-        summed: how often, of each of these, other code came between: PyTorch summed over the batch before, in an order
-            of its own, and micro-batches may have other bits than one batch.
+            ``relative_attention_bias``, and of vectors that scale a batch, each with its class.
+        summed: how often, of each of these, PyTorch had summed over the batch before, in an order of its own: other
+            code came between, and micro-batches may have other bits than one batch.
     """
 
     def __init__(
@@ -436,10 +434,14 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     (``main_grad_parts``), and ``main_grad`` is their sum in the order of ``named_modules()``, folded anew after each
     backward: zero it between steps, and write nothing else to it before the next. A parameter of several other modules,
     and one of a module that is called several times in a forward, sums in the order in which backward reaches them,
-    which is then part of the bits. What PyTorch broadcast, as the positions of GPT-2 over a batch, it sums before they
-    come here: give ``position_ids`` for each row. The bias of T5's attention (``relative_attention_bias``) is always
-    summed over the batch before. The result's ``spread`` names them. Rows of norms are summed in their order, and by
-    tokens where heads were moved ahead of them by ``transpose(1, 2)``.
+    which is then part of the bits. Rows of norms are summed in their order, and by tokens where heads were moved ahead
+    of them by ``transpose(1, 2)``.
+
+    What a model makes once and shares with a batch, as positions, T5's ``relative_attention_bias`` and vectors that
+    scale residuals, is named in the result's ``spread``. Where the model's code adds it to the batch, multiplies it by
+    it or gives it to pydet's attention as its bias, also after functions of each element, each element's gradient is
+    added in the order of the batch's places. Elsewhere PyTorch sums it over the batch before, which the result's
+    ``summed`` counts. A bias of attention then has a gradient for each sequence in memory.
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
@@ -449,15 +451,16 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
-            experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the routers and experts that
-            :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, and PyTorch's embeddings,
-            which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of
-            an id are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
+            experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the convolutions, routers and
+            experts that :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, parameters
+            of some of its modules that a batch shares (Doge, Apertus, Swin, Whisper), and PyTorch's embeddings, which
+            become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of an id
+            are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
-        trained, which keep their ``grad``, as convolutions, its ``arrived`` counts the gradients that came there, and
-        its ``spread`` names the embeddings whose rows a batch may share.
+        trained, which keep their ``grad``, its ``arrived`` counts the gradients that came there, and its ``spread``
+        names what a batch may share.
 
     Raises:
         Error: ``model`` is no module, there is no module of pydet's in it, a gradient would be lost; then nothing is
