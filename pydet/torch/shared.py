@@ -65,10 +65,12 @@ class Source:
 
 
 class Shared(torch.Tensor):
-    """A tensor that is made of elements of a parameter, and has a place for the batch that it is spread over."""
+    """A tensor that is made of elements of a parameter, and has a place for the batch that it is spread over. `made` is
+    what was made of it: a view that several layers ask for is one."""
 
     source: Source
-    spread: dict[tuple[int, ...], Tensor]
+    version: int
+    made: dict[Any, Tensor]
 
     @classmethod
     def __torch_function__(
@@ -76,31 +78,60 @@ class Shared(torch.Tensor):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            alone = sum(isinstance(x, Shared) for x in (*args, *kwargs.values())) == 1 and isinstance(args[0], Shared)
-            if alone and name in _VIEWS:
-                return share(func(_plain(args[0]), *args[1:], **kwargs), args[0].source.moved(func, args[1:], kwargs))
-            if alone and name in _SAME | _OF_ELEMENTS:
-                found = func(_plain(args[0]), *args[1:], **kwargs)
-                function = lambda x: func(x, *args[1:], **kwargs)  # noqa: E731
-                if found.device != args[0].device:
-                    return found
-                return share(found, replace(args[0].source, then=(*args[0].source.then, function)))
-            if (one := _of_one(name, args, kwargs)) is not None:  # with numbers
-                function = lambda x: func(*[x if i == one else y for i, y in enumerate(args)])  # noqa: E731
-                source = args[one].source
-                return share(function(_plain(args[one])), replace(source, then=(*source.then, function)))
-            if name in _BY_PLACE and not kwargs.get("out"):
-                args = _spread_all(args, in_place=name.endswith("_") and (name[:3] == "__i" or name[-2] != "_"))
+            if (at := _the_only_one(name, args, kwargs)) is not None:
+                return _made(func, name, at, args, kwargs)
+            if name in _BY_PLACE and args and not (_writes(name) and isinstance(args[0], Shared)):
+                args = _spread_all(args)
             return func(*map(_plain, args), **{key: _plain(x) for key, x in kwargs.items()})
 
 
-def _of_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Which argument is the only one that is no number, or a tensor of one that is no more than it; None if several."""
-    if name not in _BY_PLACE or kwargs or (name.endswith("_") and not name.startswith("__")) or name.startswith("__i"):
+def _is_known(x: Any) -> bool:
+    """Whether it is shared, and was not written since."""
+    return isinstance(x, Shared) and x._version == x.version
+
+
+def _writes(name: str) -> bool:
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _the_only_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Which argument is shared, of a function whose result is so too: a view, or computed of each element, with numbers
+    beside it."""
+    at = [i for i, x in enumerate(args) if _is_known(x)]
+    others = [x for i, x in enumerate((*args, *kwargs.values())) if isinstance(x, torch.Tensor) and [i] != at]
+    if len(at) != 1 or any(isinstance(x, Shared) or x.requires_grad for x in others) or "out" in kwargs:
         return None
-    at = [i for i, x in enumerate(args) if isinstance(x, Shared)]
-    rest = [x for x in args if isinstance(x, torch.Tensor) and not isinstance(x, Shared)]
-    return at[0] if len(at) == 1 and not any(x.dim() or x.requires_grad for x in rest) else None
+    if at == [0] and name in _VIEWS | _SAME | _OF_ELEMENTS:
+        return 0
+    numbers = name in _BY_PLACE and not _writes(name) and not any(x.dim() for x in others)
+    return at[0] if numbers else None
+
+
+def _made(func: Any, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of such a function."""
+    x, before, behind = args[at], args[:at], args[at + 1 :]  # of which x is to live no longer than its caller wants
+    key: Any = (name, at, repr(before), repr(behind), repr(kwargs))
+    rest = (*before, *behind, *kwargs.values())
+    if any(isinstance(one, torch.Tensor) or (isinstance(one, tuple) and _has_tensors(one)) for one in rest):
+        key = None  # whose words do not say all that it holds
+    if key in x.made:
+        return x.made[key]
+    function = lambda one: func(*before, one, *behind, **kwargs)  # noqa: E731
+    found = function(_plain(x))
+    if found.device != x.device or not found.requires_grad:
+        return found
+    if name in _VIEWS:
+        source = x.source.moved(func, behind, kwargs)
+    else:
+        source = replace(x.source, then=(*x.source.then, function))
+    made = share(found, source)
+    if key is not None:
+        x.made[key] = made
+    return made
+
+
+def _has_tensors(values: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, torch.Tensor | list | tuple) for x in values)
 
 
 def _plain(x: Any) -> Any:
@@ -111,37 +142,35 @@ def _plain(x: Any) -> Any:
 
 
 def share(plain: Tensor, source: Source) -> Tensor:
-    if not plain.requires_grad:
-        return plain
     made = plain.as_subclass(Shared)
-    made.source, made.spread = source, {}
+    made.source, made.version, made.made = source, plain._version, {}
     return made
 
 
-def _spread_all(args: tuple[Any, ...], in_place: bool) -> tuple[Any, ...]:
-    """Each of what is shared over the shape of the result."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if in_place and isinstance(args[0], Shared):
-        return args
-    shape = torch.broadcast_shapes(*[x.shape for x in tensors])
-    return tuple(spread(x, shape) if isinstance(x, Shared) else x for x in args)
+def _spread_all(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each of what is shared over the shape of the result, which is larger, or of something else that is trained."""
+    others = [x for x in args if isinstance(x, torch.Tensor) and not isinstance(x, Shared)]
+    shape = torch.broadcast_shapes(*[x.shape for x in args if isinstance(x, torch.Tensor)])
+    trained = any(x.requires_grad for x in others)
+    wanted = lambda x: isinstance(x, Shared) and others and (trained or x.shape.numel() < shape.numel())  # noqa: E731
+    return tuple(spread(x, shape) if wanted(x) else x for x in args)
 
 
 def spread(x: Any, shape: Any) -> Any:
     """What is shared, for a batch of that shape; anything else as it is. All that ask one tensor for one shape have one
     result, so that their gradients are added, each element's, before they are summed over the batch."""
-    if not isinstance(x, Shared):
+    if not _is_known(x):
         return x
     shape = tuple(shape)
-    if shape not in x.spread:
+    if shape not in x.made:
         with torch._C.DisableTorchFunctionSubclass():
-            x.spread[shape] = _Spread.apply(x.source.parameter, _plain(x).detach(), x.source, shape)
-    return x.spread[shape]
+            x.made[shape] = _Spread.apply(x.source.parameter, _plain(x).detach(), x.source, shape)
+    return x.made[shape]
 
 
 def over_batch(x: Any, batch: int) -> Any:
     """Likewise, of a tensor whose first extent is that of the batch, or 1."""
-    return spread(x, (batch, *x.shape[1:])) if isinstance(x, Shared) and x.shape[0] == 1 else x
+    return spread(x, (batch, *x.shape[1:])) if _is_known(x) and x.shape[0] == 1 else x
 
 
 class _Spread(torch.autograd.Function):
