@@ -3,7 +3,7 @@
 Each family is made with random weights, two layers of width 32, in float32 and bfloat16, converted, with pydet's
 attention, and runs under override_aten(). A cell is the number of elements that differ, in float32 and in bfloat16:
 
-- alone: logits of three sequences, one of them padded on the left, in a batch and each alone (`pydet.torch.check`).
+- alone: logits of three sequences, one of them padded, in a batch and each alone (`pydet.torch.check`).
 - decode: logits of tokens that came one by one, with a cache, and in one prefill.
 - odd: as alone, at widths that are no multiples of 8, alone on 1 and in the batch on 2 threads of PyTorch.
 - training: gradients of all parameters, of a batch and of its sequences one by one (`accumulate_gradients`).
@@ -212,7 +212,7 @@ OWN_ODD = {
     "persimmon": {"hidden_size": 40, "partial_rotary_factor": 0.4},
     **{name: {"d_model": 36, "d_kv": 10, "d_ff": 50} for name in OF_T5},
     **{name: {"d_model": 36, "encoder_ffn_dim": 50, "decoder_ffn_dim": 50} for name in OF_BART},
-    "bitnet": {"hidden_size": 40},
+    **{name: {"hidden_size": 40} for name in ("bitnet", "modernbert-decoder")},
     "swin": {"embed_dim": 36},
     "zamba2": {"hidden_size": 36, "n_mamba_heads": 9},
     "granitemoehybrid": {"hidden_size": 36, "mamba_n_heads": 9},
@@ -327,7 +327,7 @@ def gradients_that_differ(model: torch.nn.Module) -> dict[str, tuple[int, str]]:
         return {name: x.clone() for name, x in both.items() if x is not None}
 
     whole, parts = gradients(2), gradients(1)
-    said = {**dict.fromkeys(found.outside, "in grad"), **dict.fromkeys(found.spread, "shared by a batch")}
+    said = {**dict.fromkeys(found.outside, "in grad"), **dict.fromkeys(found.summed, "summed by PyTorch")}
     differ = {name: int((whole[name] != parts[name]).sum()) for name in whole}
     return {name: (n, said.get(name, "not named")) for name, n in differ.items() if n}
 
@@ -418,17 +418,18 @@ def page(rows: list[list[str]]) -> str:
         "`python -m bench.families` makes this page. It makes minute models with random weights, two layers of width\n"
         "32, converts them, and runs them under `override_aten()` with pydet's attention. A cell has the number of\n"
         "elements that differ in float32, and in bfloat16.\n\n"
-        "- alone: logits of three sequences, one padded on the left, in a batch and each alone, with its padding and\n"
-        "  without it.\n"
+        "- alone: logits of three sequences, one padded on the left (of BART and its like on the right, since they\n"
+        "  count positions from there), in a batch and each alone, with its padding and without it.\n"
         "- decode: logits of tokens that came one by one, with a cache, and in one prefill; of T5 and its like in the\n"
         "  decoder.\n"
         "- odd: as alone, at widths that are no multiples of 8, alone on one thread and in the batch on two.\n"
-        "- training: gradients of all parameters, of a batch and of its sequences one by one.\n\n"
+        "- training: gradients of all parameters, of a batch and of its sequences one by one, without\n"
+        "  `position_ids`.\n\n"
         "`-` is what did not run so minute. From stock: the largest difference of a logit, and the largest logit;\n"
         "where a router chooses, rounding may change its choice in bfloat16. Left to PyTorch: the classes of modules\n"
         "whose own code calls operators of PyTorch that sum, choose or depend on a place, without embeddings; and the\n"
         "parameters whose gradients differ, with what `accumulate_gradients` says of them: it stays in `grad`\n"
-        "(`outside`), or a batch shares rows, whose gradients PyTorch sums before (`spread`).\n\n"
+        "(`outside`), or PyTorch sums it over the batch before (`summed`).\n\n"
         f"{versions}: {ran} families ran; of {len(cells)} cells {counted['0']} are 0,\n"
         f"{counted['refused']} refused, and {other} have elements that differ.\n\n" + table(rows)
     )
