@@ -19,7 +19,7 @@ from pathlib import Path
 from bench import draws, harness, plot
 
 RANDOM = ("gemm", "skinny_gemm", "attention", "rmsnorm", "softmax", "embedding")  # what --random draws
-OPERATIONS = (*RANDOM, "scaled_gemm", "tokens", "overhead")
+OPERATIONS = (*RANDOM, "scaled_gemm", "tokens", "adamw", "overhead")
 
 
 def rows_of(operations, threads, count, seed):

@@ -8,7 +8,8 @@ the layers of published models (model_shapes.py) instead of the list: M log-unif
 `rmsnorm --random N --seed S` N norms of any shape (cuda_norms.py); so layernorm and softmax; `attention --random N
 --seed S` N prefills of published models' heads (cuda_attention.py), and so attention_varlen, _backward,
 _backward_varlen, _decode, _paged, and _mma and _backward_mma by mma.sync. `sample`, `topk`, `activation`,
-`embedding` and `head` (cuda_tokens.py) have lists and draws alike, and `scaled_gemm` (cuda_fp8.py).
+`embedding` and `head` (cuda_tokens.py) have lists and draws alike, and `scaled_gemm` (cuda_fp8.py). `adamw` and
+`adamw_steps` (cuda_optimizer.py) are lists.
 
 `--unseen` draws products of models that no table of tiles was fitted to, K of no whole 64 among them. `--sustained S`
 runs each variant for S seconds at a time, so that the card's power limit holds; its clock and power are in each row.
@@ -34,6 +35,7 @@ from bench import (
     cuda_fp8,
     cuda_grouped,
     cuda_norms,
+    cuda_optimizer,
     cuda_tokens,
     draws,
     harness,
@@ -455,7 +457,7 @@ def card():
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 LISTS = {"overhead": overhead, "equality": equality, "rmsnorm_accuracy": cuda_norms.accuracy}
-LISTS |= {"head_memory": cuda_tokens.head_memory}
+LISTS |= {"head_memory": cuda_tokens.head_memory, **cuda_optimizer.LISTS}
 # Rows of out of a product that was drawn at random, up to and including.
 RANGES = [64, 128, 512, 2048, 8192]
 
@@ -491,6 +493,7 @@ ROWS = {
     **cuda_fp8.ROWS,
     **cuda_grouped.ROWS,
     **cuda_fold.ROWS,
+    **cuda_optimizer.ROWS,
     **cuda_attention.ROWS,
     **cuda_tokens.ROWS,
 }

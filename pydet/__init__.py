@@ -15,6 +15,7 @@ from pydet._native import Error, InvalidType, InvalidValue
 from pydet.audit import Audit, Difference, audit, audit_fold, audit_layernorm, audit_rmsnorm
 from pydet.ops import (
     ABI,
+    ADAMW_TENSORS,
     DWEIGHT_ROWS,
     FOLD_PARTS,
     NUMERICS,
@@ -23,6 +24,7 @@ from pydet.ops import (
     __version__,
     activation,
     activation_backward,
+    adamw,
     attention,
     attention_backward,
     attention_paged,
@@ -46,6 +48,8 @@ from pydet.ops import (
     last_kernel,
     layernorm,
     layernorm_backward,
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
     linear_log_prob,
     linear_log_prob_backward,
     log_prob,
@@ -76,6 +80,7 @@ from pydet.ops import (
 
 __all__ = [
     "ABI",
+    "ADAMW_TENSORS",
     "DWEIGHT_ROWS",
     "FOLD_PARTS",
     "NUMERICS",
@@ -89,6 +94,7 @@ __all__ = [
     "__version__",
     "activation",
     "activation_backward",
+    "adamw",
     "attention",
     "attention_backward",
     "attention_paged",
@@ -116,6 +122,8 @@ __all__ = [
     "last_kernel",
     "layernorm",
     "layernorm_backward",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
     "linear_log_prob",
     "linear_log_prob_backward",
     "log_prob",

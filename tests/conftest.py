@@ -89,7 +89,7 @@ def pytest_generate_tests(metafunc):
     norms = ["rmsnorm", "rmsnorm_backward", "softmax", "softmax_backward", "layernorm", "layernorm_backward", "fold"]
     norms += ["activation", "activation_backward", "sample", "topk", "embedding", "embedding_backward"]
     norms += ["rmsnorm_quantize", "selective_scan", "gated_delta", "causal_conv1d", "rotary_table", "rotary"]
-    norms += ["selective_scan_backward", "gated_delta_backward", "causal_conv1d_backward", "head_rows"]
+    norms += ["selective_scan_backward", "gated_delta_backward", "causal_conv1d_backward", "head_rows", "adamw"]
     products = ["gemm", "scaled_gemm", "quantize", "grouped_gemm", "scaled_grouped_gemm"]
     for operation in [*products, "attention", "attention_backward", *norms]:
         if f"{operation}_kernel" in metafunc.fixturenames:

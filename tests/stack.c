@@ -90,6 +90,23 @@ __attribute__((noinline)) static void run_head(int64_t *of_rows) {
   call.status = pydet_linear_log_prob_backward(NULL, &given, &x, &w, NULL, &index, &made, &dx, &dw, &dbias, &options);
 }
 
+/* What of a loss takes the most steps: with its gradients, of lse and means too, and of a target that is ignored. */
+__attribute__((noinline)) static void run_loss(int64_t *of_rows) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1}, whole = {PYDET_INT, 64, 1};
+  int64_t of_x[] = {call.m, call.k}, of_w[] = {call.n, call.k}, of_columns[] = {call.n};
+  pydet_linear_cross_entropy_options options = {
+      sizeof options, PYDET_AUTO, 0, {0, 0, 0}, 0, NULL, 0, 2.0f, 0.5f, 0.1, 0.01, 0, 1, 0, NULL, NULL, 0};
+  pydet_tensor x = tensor(a, 2, of_x, NULL, call.dtype), w = tensor(b, 2, of_w, NULL, call.dtype);
+  pydet_tensor target = tensor(b, 1, of_rows, NULL, whole), loss = tensor(bias + kMost / 2, 0, NULL, NULL, fp32);
+  pydet_tensor dx = tensor(c, 2, of_x, NULL, call.dtype), dw = tensor(workspace, 2, of_w, NULL, fp32);
+  pydet_tensor dbias = tensor(bias, 1, of_columns, NULL, fp32);
+  options.workspace = workspace + kMost / 2, options.workspace_size = kMost / 2;
+  if (!strcmp(call.operation, "head_rows")) options.kernel = call.kernel;
+  call.status =
+      pydet_linear_cross_entropy_backward(NULL, NULL, &x, &w, NULL, &target, &loss, &dx, &dw, &dbias, &options);
+  if (call.status == PYDET_OK) call.status = pydet_linear_cross_entropy(NULL, &x, &w, NULL, &target, &loss, &options);
+}
+
 __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t *of_rows, int64_t *of_row,
                                                  const pydet_tensor *y) {
   const pydet_dtype whole = {PYDET_INT, 64, 1}, fp32 = {PYDET_FLOAT, 32, 1};
@@ -105,6 +122,29 @@ __attribute__((noinline)) static void run_rotary(const pydet_tensor *x, int64_t 
     call.status = pydet_rotary_table(NULL, &places, &frequencies, y, &other, &table);
   else if (of_table[1] > 0) call.status = pydet_rotary(NULL, &q, NULL, &cos, &sin, &out, NULL, &options);
   else call.status = PYDET_OK; /* no pair */
+}
+
+/* Of one tensor, or of as many as a call takes, each by its own rows of the buffers. */
+__attribute__((noinline)) static void run_adamw(void) {
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  const pydet_adamw_step step = {sizeof step, 0, 0.1, 0.9, 0.99, 1e-8, 0.1, 0.9, 0.99};
+  pydet_adamw_options options = {sizeof options, 0, NULL};
+  static pydet_tensor tensors[5][PYDET_ADAMW_TENSORS];
+  static const pydet_tensor *lists[5][PYDET_ADAMW_TENSORS];
+  char *const buffers[] = {a, b, c, bias, workspace};
+  int32_t list, i, used = call.transposed ? PYDET_ADAMW_TENSORS : 1;
+  static int64_t size[1];
+  size[0] = call.m * call.n;
+  for (list = 0; list < 5; ++list)
+    for (i = 0; i < used; ++i) {
+      tensors[list][i] =
+          tensor(buffers[list] + i * (kMost / PYDET_ADAMW_TENSORS), 1, size, NULL, list < 2 ? call.dtype : fp32);
+      lists[list][i] = &tensors[list][i];
+    }
+  if (size[0] * 4 > kMost / PYDET_ADAMW_TENSORS) used = 1;
+  options.kernel = call.kernel;
+  call.status = pydet_adamw(NULL, lists[0], lists[1], lists[2], lists[3], call.dtype.bits == 16 ? lists[4] : NULL, used,
+                            &step, &options);
 }
 
 /* Of few tokens, columns and states, whose workspace fits. */
@@ -286,10 +326,14 @@ static void run(void) {
     } else if (!strcmp(call.operation, "topk")) {
       run_topk(&x, &y);
       if (call.status == PYDET_OK) run_head(of_rows);
+      if (call.status == PYDET_OK) run_loss(of_rows);
     } else if (!strcmp(call.operation, "head_rows")) {
       run_head(of_rows);
+      if (call.status == PYDET_OK) run_loss(of_rows);
     } else if (!strncmp(call.operation, "embedding", 9)) {
       run_embedding(&x, of_rows, &y);
+    } else if (!strcmp(call.operation, "adamw")) {
+      run_adamw();
     } else if (!strncmp(call.operation, "rotary", 6)) {
       run_rotary(&x, of_rows, of_row, &y);
     } else if (strstr(call.operation, "_backward") &&

@@ -114,10 +114,13 @@ SIZES = {
     "pydet_embedding_options": 16,
     "pydet_embedding_backward_options": 48,
     "pydet_linear_log_prob_options": 96,
+    "pydet_linear_cross_entropy_options": 104,
     "pydet_scan_options": 16,
     "pydet_scan_backward_options": 32,
     "pydet_rotary_table_options": 24,
     "pydet_rotary_options": 40,
+    "pydet_adamw_step": 64,
+    "pydet_adamw_options": 16,
     "pydet_device_info": 104,
     "pydet_kernel_info": 48,
 }
@@ -177,6 +180,9 @@ def test_enumerators_are_pinned():
         "BFLOAT": 4,
         "BOOL": 6,
         "DWEIGHT_ROWS": 256,
+        "REDUCTION_MEAN": 0,
+        "REDUCTION_SUM": 1,
+        "REDUCTION_NONE": 2,
     }
     assert {name: getattr(lib, f"PYDET_{name}") for name in pinned} == pinned
     assert pydet.DWEIGHT_ROWS == lib.PYDET_DWEIGHT_ROWS
@@ -268,7 +274,7 @@ def test_kernel_table_ends_and_describes_itself():
         operations |= {"attention_backward", "activation", "activation_backward", "sample", "topk"}
         operations |= {"embedding", "embedding_backward", "selective_scan", "gated_delta", "causal_conv1d"}
         operations |= {"rotary_table", "rotary", "selective_scan_backward", "gated_delta_backward"}
-        operations |= {"causal_conv1d_backward", "rmsnorm_quantize", "head_rows"}
+        operations |= {"causal_conv1d_backward", "rmsnorm_quantize", "head_rows", "adamw"}
         assert c_string(info.operation) in operations
         assert set(c_string(info.dtypes).split()) <= {"fp32", "bf16", "fp16", "e4m3", "e5m2"} and c_string(info.dtypes)
         assert info.available in (0, 1) and c_string(lib.pydet_arithmetic_name(info.arithmetic)) != "auto"

@@ -790,7 +790,8 @@ def test_skinny_mma_equals_cpu(torch, skinny_mma, dtype, k_chunk):
 def test_skinny_mma_in_every_cut(torch, skinny_mma, dtype, k_chunk):
     """From a few tiles, which share rows of w, to several a block, so that the rings go round over tiles' ends."""
     few, many = [(520, 4096), (1024, 2000), (2048, 2056)], [(4096, 1024), (6144, 520), (12288, 520), (43001, 72)]
-    for n, k in [*few, *many]:
+    between = [(520, 4100), (1024, 2002), (6144, 516), (43001, 74)]  # rows that begin at multiples of 8 bytes, of 4
+    for n, k in [*few, *many, *between]:
         x, w = operands(torch, 128, n, k, getattr(torch, dtype))
         expected = words(skinny_mma.reference(x, w, k_chunk=k_chunk))
         for m in SKINNY_M:
@@ -801,13 +802,16 @@ def test_skinny_mma_in_every_cut(torch, skinny_mma, dtype, k_chunk):
 @pytest.mark.parametrize("k_chunk", [None, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_skinny_mma_bias_and_strides(torch, skinny_mma, dtype, k_chunk):
-    """A bias for each column and a full one, of every type; results of every type; padded and shared rows; K that is no
-    multiple of a piece; adding to y; and nothing written beside it."""
+    """A bias for each column and a full one, of every type; results of every type; padded and shared rows, at multiples of 16,
+    8 and 4 bytes; K that is no multiple of a piece; adding to y; and nothing written beside it."""
     dtype, n, k = getattr(torch, dtype), 333, 1411
     types = [torch.float32, torch.bfloat16, torch.float16]
     x, w = operands(torch, 128, n + 3, 1440, dtype)
-    x, w = x[:, 8 : k + 8], w[:n, 16 : k + 16]
+    places = itertools.cycle([(8, 16), (4, 16), (8, 2), (6, 12), (10, 4)])
+    wide = x, w
     for m in SKINNY_M:
+        of_x, of_w = next(places)
+        x, w = wide[0][:, of_x : k + of_x], wide[1][:n, of_w : k + of_w]
         for i, shape in itertools.product(range(3), [(n,), (m, n)]):
             options = {"bias": torch.randn(shape, device="cuda").to(types[i]), "k_chunk": k_chunk}
             for out_dtype in (types[i], types[i - 1]):

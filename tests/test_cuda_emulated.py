@@ -23,6 +23,7 @@ import cases
 import interop
 import pydet
 import test_activation as activations
+import test_adamw as adamws
 import test_embedding as embeddings
 import test_fold as folds
 import test_grouped_gemm as groups
@@ -848,6 +849,14 @@ def test_fold(device, kernel, dtype):
         pytest.skip("between GPUs")
     folds.check(device.fold)
     assert device.taken > 300
+
+
+@each("adamw")
+def test_adamw(device, kernel, dtype):
+    adamws.check(device.adamw, dtype, sizes=[1, 3, 4, 5, 8, 33, 1023, 1024, 1025, 2047, 2048, 2049, 2052, 4097, 9001])
+    for count in (2, 33, 64):
+        adamws.check_lists(device.adamw, adamws.many(count, list(DTYPES.values())), adamws.HOW, f"{count} tensors")
+    assert device.taken > 70
 
 
 # ---- Which jobs blocks of Hopper's attention find --------------------------------------------------------------------

@@ -109,12 +109,25 @@ def handed_over(name, dtype):
     return "pydet_gemm", [*operands, capi.Tensor(out, device=(CUDA, DEVICE))], given
 
 
+def copied(name, dtype):
+    """Rows that begin between units of 16 bytes, and the workspace for copies of them."""
+    m, n, k = 256, 512, 252
+    room = np.zeros((1 << 20) + 256, np.uint8)
+    at = ffi.cast("void *", -room.ctypes.data % 256 + room.ctypes.data)
+    given = capi.options("pydet_skinny_gemm_options", workspace=at, workspace_size=1 << 20, kernel=name)
+    capi._alive[given] = capi._alive[given], room
+    return "pydet_skinny_gemm", tensors([(m, k), (n, k), None, (m, n)], dtype), given
+
+
 def problems(operation, name, dtype):
     """Calls of an operation that differ in size: some kernel takes each. Each is (function, tensors, options)."""
     if operation == "gemm":
         arithmetic = name[1]
         if name[0].endswith("_handover"):
             yield handed_over(name[0], dtype)
+            return
+        if name[0].endswith("_copied"):
+            yield copied(name[0], dtype)
             return
         few = (8, 512, 256)
         small = (True, (8, 32, 256)), (False, (8, 512, 64))
@@ -251,6 +264,11 @@ def problems(operation, name, dtype):
         shapes = [(100, 256), ((64,), "int64"), (64, 256)]
         yield "pydet_embedding", tensors(shapes, dtype), capi.options("pydet_embedding_options", kernel=name[0])
         return
+    if operation == "adamw":
+        of_floats = [((64, 256), "float32")] * 3
+        given = capi.options("pydet_adamw_options", kernel=name[0])
+        yield "pydet_adamw", tensors([(64, 256)] * 2 + of_floats[dtype == "fp32" :], dtype), given
+        return
     if operation == "rotary_table":
         given = capi.options("pydet_rotary_table_options", kernel=name[0], scale=1)
         cos, sin = tensors([(64, 256), (64, 256)], dtype)
@@ -353,6 +371,9 @@ def call(cuda, problem):
     if function == "pydet_fold":  # the parts, then out
         parts = ffi.new("pydet_tensor *[]", pointers[:-1])
         pointers = [ffi.cast("const pydet_tensor *const *", parts), len(parts), ffi.NULL, pointers[-1]]
+    if function == "pydet_adamw":  # a list of each, of one tensor
+        lists = [ffi.new("const pydet_tensor *[]", [one]) for one in pointers] + [ffi.NULL]
+        pointers = [*lists[:5], 1, capi.options("pydet_adamw_step", lr=0.1, beta1=0.9, beta2=0.99)]
     return getattr(cuda.lib, function)(ffi.cast("void *", STREAM), *pointers, given)
 
 
@@ -397,14 +418,16 @@ def test_every_call_of_the_runtime_may_fail(cuda, capability, error):
                     assert status in (NO_DEVICE, DEVICE_ERROR, UNSUPPORTED), what
                     # Products that no kernel is named for, as the head's, ask first what devices there are.
                     of_devices = sentence.startswith("the CUDA runtime cannot use") or "there are 0 of them" in sentence
-                    unnamed = name == "cuda_head_rows" and of_devices
+                    of_head = name.startswith("cuda_head_rows")
+                    unnamed = of_head and of_devices
                     assert (unnamed or re.match(r"[a-z0-9_]+: .{20}", sentence)) and "\n" not in sentence, what
                     told = "made to fail" in sentence or f"({error})" in sentence or "does not say" in sentence
                     told |= unnamed
                     assert told or status == UNSUPPORTED or failing == "cuTensorMapEncodeTiled", what
                     assert launched < launches, what
                     if launched:  # what else may fail is asked for before the first launch that writes a result
-                        several = name == "cuda_head_rows"  # whose steps are launched by themselves
+                        # Steps that are launched by themselves, or the first of which writes the workspace alone.
+                        several = of_head or name.endswith("_copied")
                         assert failing == "cudaLaunchKernelExC" or several, what
                 if not lasting and not (failing == "cudaSetDevice" and status == 0):
                     assert cuda.fake.fakecuda_device() == 0, f"{what}: another device stays current"

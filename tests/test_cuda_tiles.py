@@ -87,7 +87,16 @@ def test_edges(torch, name, dtype):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     wave = sms // (cluster_m * cluster_n)
     extents = [
-        *[(1, 1), (m - 1, n + 1), (m, n), (m + 1, n - 1), (rows - 1, columns + 1), (rows + 1, columns - 1)],
+        *[
+            (1, 1),
+            (m - 1, n + 1),
+            (m, n),
+            (m + 1, n - 1),
+            (m + 3, n + 4),
+            (m, n - 4),
+            (rows - 1, columns + 1),
+            (rows + 1, columns - 1),
+        ],
         *[(rows, columns), (2 * rows + 8, 3 * columns - 8), (rows * (wave // 3) + 1, 3 * columns + 16)],
         *[(rows * 2 - 1, columns * wave), (rows * 3 + 16, columns * (wave // 2 + 1))],
         # More tiles a block than its producer may be ahead.

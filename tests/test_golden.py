@@ -17,12 +17,15 @@ import cases
 import pydet
 import reference
 import reference_activation
+import reference_adamw
 import reference_attention
 import reference_embedding
 import reference_fp8
+import reference_head
 import reference_rotary
 import reference_sample
 import reference_scan
+import test_adamw as adamw_cases
 import test_embedding as embeddings
 import test_grouped_gemm as grouped_cases
 import test_rotary as rotary_cases
@@ -425,6 +428,36 @@ def attention_backward_digests(functions, arithmetic, dtype):
     }
 
 
+def adamw_digests(adamw, arithmetic, dtype):
+    """dtype: of the parameters; a list of them, whose gradients are of all types, step after step."""
+    digests = {}
+    for kind, number in itertools.product(["normal", "wide", "specials"], range(len(adamw_cases.STEPS))):
+        tensors = [
+            adamw_cases.tensors_of(first + number, (size,), DTYPES[dtype], kind)
+            for first, size in ((0, 300), (10, 17), (21, 4100))
+        ]
+        adamw(*adamw_cases.lists_of(tensors), **adamw_cases.STEPS[number])
+        digests[f"{dtype} {kind} {number}"] = digest(*itertools.chain(*tensors))
+    return digests
+
+
+def linear_cross_entropy_digests(linear_cross_entropy, arithmetic, dtype):
+    """Of the loss and its gradients at once."""
+    rules = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2, "temperature": 0.7}]
+    rules += [{"label_smoothing": 0.3, "z_loss": 1e-3, "softcap": 3.0, "ignore_index": 7}]
+    digests = {}
+    for reduction, rule in itertools.product(("mean", "sum", "none"), rules):
+        x, w, bias = (data("normal", shape, DTYPES[dtype], i) for i, shape in enumerate(((300, 24), (130, 24), (130,))))
+        target = (np.arange(300) * 37 % 130).astype(np.int64)
+        target[1::5], target[2] = rule.get("ignore_index", -100), 130
+        dloss = data("normal", (300,), reference.FLOAT32, 3)
+        dloss = dloss if reduction == "none" else dloss[0].reshape(())
+        how = {"bias": bias, "arithmetic": arithmetic, "reduction": reduction, **rule}
+        what = ", ".join(f"{key}={value}" for key, value in rule.items()) or "plain"
+        digests[f"{arithmetic} {dtype} {reduction} {what}"] = digest(*linear_cross_entropy(dloss, x, w, target, **how))
+    return digests
+
+
 DIGESTS = {
     "gemm": gemm_digests,
     "scaled_gemm": scaled_gemm_digests,
@@ -457,6 +490,8 @@ DIGESTS = {
     "causal_conv1d_backward": causal_conv1d_backward_digests,
     "rotary_table": rotary_table_digests,
     "rotary": rotary_digests,
+    "adamw": adamw_digests,
+    "linear_cross_entropy": linear_cross_entropy_digests,
 }
 
 
@@ -489,6 +524,10 @@ def reference_of(operation):
         return reference_fp8.rmsnorm_quantize
     if operation.startswith("rotary"):
         return getattr(reference_rotary, operation)
+    if operation == "adamw":
+        return reference_adamw.adamw
+    if operation == "linear_cross_entropy":
+        return lambda *given, **how: reference_head.cross_entropy(*given, functions=reference_head.STEPS, **how)[:4]
     return getattr(
         reference_fp8 if operation in ("scaled_gemm", "scaled_grouped_gemm", "quantize") else reference, operation
     )
@@ -617,12 +656,31 @@ def test_causal_conv1d_backward(causal_conv1d_backward_kernel):
     check_golden("causal_conv1d_backward", kernel.causal_conv1d_backward, "ieee", kernel.dtype)
 
 
+def test_adamw(adamw_kernel):
+    check_golden("adamw", adamw_kernel.adamw, "ieee", adamw_kernel.dtype)
+
+
 def test_rotary_table(rotary_table_kernel):
     check_golden("rotary_table", rotary_table_kernel.rotary_table, "ieee", rotary_table_kernel.dtype)
 
 
 def test_rotary(rotary_kernel):
     check_golden("rotary", rotary_kernel.rotary, "ieee", rotary_kernel.dtype)
+
+
+def test_linear_cross_entropy(head_rows_kernel):
+    """By each kernel of rows, and by those that the library chooses."""
+    for kernel in (head_rows_kernel.name, None):
+
+        def made(dloss, x, w, target, reduction="mean", kernel=kernel, **how):
+            number = {"mean": 0, "sum": 1, "none": 2}[reduction]
+            asked = {"of_x": True, "of_w": True, "of_bias": True, "of_loss": True, "reduction": number, **how}
+            dx, dw, dbias, loss = pydet.ops.head._linear_cross_entropy_backward(
+                dloss, x, w, target, kernel=kernel, **asked
+            )
+            return loss, dx, dw, dbias
+
+        check_golden("linear_cross_entropy", made, "ieee", head_rows_kernel.dtype)
 
 
 def test_activation_backward(activation_backward_kernel):

@@ -235,12 +235,12 @@ def asked_problem(rows, n, dtype, seed):
     return x, w, bias, index, by
 
 
-def check_asked(move, out, dtype, shapes, counts=(16, 1 << 20), read=READ, kernel=None):
-    """Of all types of logits, in chunks of so many rows: the bits of one step after the other."""
+def check_asked(move, out, dtype, shapes, counts=(16, 1 << 20), read=READ, kernel=None, types=None):
+    """Of all types of logits, or of `types`, in chunks of so many rows: the bits of one step after the other."""
     for number, (rows, n) in enumerate(shapes):
         temperature, softcap = read[number % len(read)]
         x, w, bias, index, by = asked_problem(rows, n, DTYPES[dtype], number)
-        for logits, count in itertools.product(OTHER_TYPES[dtype], counts):
+        for logits, count in itertools.product(types or OTHER_TYPES[dtype], counts):
             z = pydet.skinny_gemm(x, w, bias=bias, out_dtype=logits, arithmetic="ieee")
             want = dict(zip(ASKED, reference_head.asked(z, index, softcap, temperature), strict=True))
             some = [g if number % 3 or i == 0 else None for i, g in enumerate(by)]
@@ -297,19 +297,19 @@ def test_the_entropy_and_a_temperature_by_the_public_functions():
     assert made.dw.tobytes() == pydet.gemm_db(d, x, out_dtype="float32").tobytes()
 
 
-def check_asked_in_slabs(move, out, dtype, kernel=None):
-    rows, n = 24 if dtype == "fp32" else 48, 5 * SLAB + 100
+def check_asked_in_slabs(move, out, dtype, kernel=None, n=5 * 2048 + 100, softcap=3.0):
+    rows = 24 if dtype == "fp32" else 48
     x, w, bias, index, by = asked_problem(rows, n, DTYPES[dtype], 3)
     z = pydet.skinny_gemm(x, w, bias=bias, arithmetic="ieee")
-    d = reference_head.gradient(z, index, by, x.dtype, 3.0, 0.8)
-    how = {"softcap": 3.0, "temperature": 0.8, "arithmetic": "ieee", "kernel": kernel}
-    room = slab_bytes(rows, 1, x.dtype)
+    d = reference_head.gradient(z, index, by, x.dtype, softcap, 0.8)
+    how = {"softcap": softcap or 0.0, "temperature": 0.8, "arithmetic": "ieee", "kernel": kernel}
+    room = slab_bytes(rows, max(1, n // SLAB // 7), x.dtype)
     assert room < FIXED + 16 * row_bytes(n, x.dtype, False, True)
     found = ask(move, x, w, index, bias, by, (1 << 28, room), **how)[5:]
     want = pydet.gemm(d, w, arithmetic="ieee"), pydet.gemm_db(d, x, out_dtype="float32", arithmetic="ieee")
     for name, got, one in zip(("dx", "dw"), found, want, strict=False):
         assert out(got).tobytes() == one.tobytes(), name
-    assert out(found[3]).tobytes() == reference_head.asked(z, index, 3.0, 0.8).log_prob.tobytes()
+    assert out(found[3]).tobytes() == reference_head.asked(z, index, softcap, 0.8).log_prob.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -520,8 +520,8 @@ def test_refusals():
         ({"softcap": -1.0}, "softcap is -1, want a number from 2^-100 to 2^100"),
         ({"softcap": 1e-40}, "softcap is 9.99995e-41, want a number from"),
         ({"logits": (2, 64, 1)}, "options.logits is float64, want float32, bfloat16 or float16"),
-        ({"lse": capi.pointer(twice), "mean": capi.pointer(twice)}, "lse shares memory with mean"),
-        ({"entropy": given[4]}, "log_prob shares memory with entropy"),
+        ({"lse": capi.pointer(twice), "mean": capi.pointer(twice)}, "mean shares memory with lse"),
+        ({"entropy": given[4]}, "entropy shares memory with log_prob"),
         ({"greedy": capi.pointer(chosen)}, "greedy is int32, want int64"),
     ):
         options = capi.options("pydet_linear_log_prob_options", **options)

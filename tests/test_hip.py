@@ -30,6 +30,7 @@ import cases
 import fakehip
 import interop
 import pydet
+import test_adamw as adamws
 import test_embedding
 import test_grouped_gemm
 import test_scaled_gemm
@@ -1219,6 +1220,39 @@ def test_fold_equals_cpu(hip):
             results.append(out)
         assert_same_bits(*results, f"{count} of {size}")
     assert hip.ran >= instances(hip, "fold_kernel")
+
+
+@pytest.mark.parametrize("hip", ARCHS, indirect=True)
+def test_adamw_equals_cpu(hip):
+    """Lists of all types: by vectors and by elements, around the pieces of 2048 that a workgroup of 256 takes."""
+    hip.order = in_reverse
+    kinds = list(DTYPES.values())
+    for number, (count, sizes) in enumerate(((1, (2049,)), (9, (1, 2052, 4, 5, 0, 1023)), (64, (3, 8, 1, 33)))):
+        results = []
+        for kind in (ROCM, CPU):
+            tensors = adamws.many(count, kinds[number % 3 :] + kinds[: number % 3], sizes, first=100 * number)
+            hip.fake.fakehip_disown()
+            lists = []
+            for arrays in zip(*tensors, strict=True):
+                held = [x if x is None else capi.Tensor(x, device=(kind, 0)) for x in arrays]
+                for x in arrays:
+                    if x is not None and x.size:
+                        hip.own(x.view(np.uint8))
+                lists.append((held, ffi.new("const pydet_tensor *[]", [capi.pointer(x) for x in held])))
+            how = adamws.HOW
+            given = {name: how[name] for name in ("lr", "eps", "weight_decay")}
+            for i in (0, 1):
+                given |= {f"beta{i + 1}": how["betas"][i], f"beta{i + 1}_power": how["beta_powers"][i]}
+            step = capi.options("pydet_adamw_step", **given)
+            arrays = [array for _, array in lists]
+            assert hip.lib.pydet_adamw(ffi.NULL, *arrays, count, step, ffi.NULL) == 0, hip.sentence()
+            assert kind == CPU or last_kernel(hip) == "hip_adamw"
+            results.append(tensors)
+        for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
+            for name, x, y in zip(adamws.NAMES, ours, theirs, strict=True):
+                if x is not None:
+                    assert_same_bits(x, y, f"{name}[{i}] of {count} on {hip.arch}")
+    assert hip.ran >= instances(hip, "adamw_kernel")
 
 
 def test_initial_equals_cpu(hip):

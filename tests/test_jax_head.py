@@ -152,6 +152,23 @@ def test_losses_beside_torch(torch, device, dtype, options):
         np.testing.assert_allclose(made[0], exact_loss, rtol=2e-5 if dtype == np.float32 else 2e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize("options", [{}, *LOSSES], ids=str)
+def test_losses_have_the_bits_of_the_librarys(dtype, options):
+    """Of pydet.linear_cross_entropy, which is one call of the C function, and of its gradients."""
+    (x, w, bias), index, dy = sharp(50, 70, 24, dtype, 2.0)
+    given = dy if options.get("reduction") == "none" else np.float32(0.3).reshape(())
+    options = {"ignore_index": 14, "arithmetic": "ieee", **options}
+    index[[3, 4]] = 14, -100  # a column that is ignored, and what is none
+    loss, pull = jax.vjp(lambda *leaves: pj.linear_cross_entropy(*leaves[:2], index, leaves[2], **options), x, w, bias)
+    mine = pydet.linear_cross_entropy(x, w, index, bias=bias, **options)
+    same(np.where(np.isnan(loss), np.float32(np.nan), loss), np.where(np.isnan(mine), np.float32(np.nan), mine))
+    how = {"bias": bias, "dw_dtype": str(dtype), **options}
+    made = pydet.linear_cross_entropy_backward(given, x, w, index, **how)
+    for got, one in zip(pull(jnp.asarray(given)), made[:3], strict=True):
+        same(got, one)
+
+
 def in_fp64(leaves, index, options):
     x, w, bias = (leaf.astype(np.float64) for leaf in leaves)
     cap, epsilon = options.get("softcap"), options["label_smoothing"]

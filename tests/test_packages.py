@@ -265,6 +265,20 @@ int main() {
   pydet::tensor dQ(dq, {1, 1, 1, 8}), L(lse, {1, 1, 1});
   pydet::attention_backward(nullptr, O, Q, K, K, O, L, dQ, dK, dV, &of);
   std::printf("%.3f %g %d\n", dv[7], dv[8], int(pydet::attention_backward_workspace(1, 1, 1, 1, 2, 8, 8)));
+  alignas(16) static char room[4096];
+  static const int64_t targets[] = {0, -100};
+  float loss = 0, dhidden[6] = {}, dweight[6] = {};
+  const pydet_dtype fp32 = {PYDET_FLOAT, 32, 1};
+  auto rule = pydet::options<pydet_linear_cross_entropy_options>();
+  rule.z_loss = 0.5, rule.workspace = room;
+  rule.workspace_size = pydet::linear_cross_entropy_workspace(2, 2, 3, fp32, true, 0, &rule);
+  pydet::tensor T(targets, {2}), W(b, {2, 3}), scalar(&loss, {}), dX(dhidden, {2, 3}), dW(dweight, {2, 3});
+  pydet::linear_cross_entropy(nullptr, A, W, {}, T, scalar, &rule);
+  std::printf("%.6f\n", loss), loss = 0;
+  pydet::linear_cross_entropy_backward(nullptr, {}, A, W, {}, T, scalar, dX, dW, {}, &rule);
+  std::printf("%.6f %.4f %.4f %g\n", loss, dhidden[0], dweight[5], dhidden[3]);
+  rule.reduction = 7;
+  expect(PYDET_INVALID_VALUE, [&] { pydet::linear_cross_entropy(nullptr, A, W, {}, T, scalar, &rule); });
 }
 """
 
@@ -286,7 +300,10 @@ def test_the_wrapper_computes_and_refuses(prefix, refusals):
     assert lines[5] == "PYDET_INVALID_SHAPE: pydet::tensor::transposed: rank 1, want 2 to 8"
     assert lines[6] == "PYDET_INVALID_SHAPE: pydet::tensor: rank 9, want 0 to 8"
     assert lines[7] == "PYDET_INVALID_STRIDE: pydet::tensor: 1 strides, want 2"
-    assert int(lines[8]) > 0 and lines[9:] == ["1", "1 8 80", "8.000 0 0"]
+    assert int(lines[8]) > 0 and lines[9:12] == ["1", "1 8 80", "8.000 0 0"]
+    loss = lines[12]
+    assert lines[13].split()[0] == loss and lines[13].endswith(" 0"), "the second row is ignored"
+    assert lines[14].startswith("PYDET_INVALID_VALUE: linear_cross_entropy: options.reduction is 7, want 0")
 
 
 def test_the_wrapper_refuses_another_library(prefix, refusals, tmp_path):

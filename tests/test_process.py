@@ -257,6 +257,19 @@ def every_kernel():
 
                     yield fold, [tensor(values(n)), tensor(y)], chosen, [y]
                     continue
+                if kernel.operation == "adamw":
+                    step = options("pydet_adamw_step", lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1)
+                    held = [values(m, n, dtype=dtype), *(values(m, n) for _ in range(4))]
+                    chosen, given = options("pydet_adamw_options", kernel=kernel.name), [tensor(x) for x in held]
+                    lists = [ffi.new("const pydet_tensor *[]", [one.c]) for one in given]
+                    if dtype == "fp32":
+                        lists[4] = ffi.NULL
+
+                    def adamw(stream, *given, lists=lists, step=step):
+                        return lib.pydet_adamw(stream, *lists, 1, step, given[-1])
+
+                    yield adamw, given, chosen, held[:1] + held[2 : 4 + (dtype != "fp32")]
+                    continue
                 if kernel.operation.startswith("softmax"):
                     chosen = options("pydet_softmax_options", kernel=kernel.name, log=n % 2)
                     function = getattr(lib, f"pydet_{kernel.operation}")
@@ -470,6 +483,7 @@ def large_calls():
     return {
         "activation": lambda: pydet.activation(x),
         "activation_backward": lambda: pydet.activation_backward(x, x),
+        "adamw": lambda: pydet.adamw(*[[np.ones_like(x)] for _ in range(4)], lr=1, beta_powers=(0, 0)),
         "attention": lambda: pydet.attention(heads, heads, heads),
         "attention_backward": lambda: pydet.attention_backward(heads, heads, heads, heads, heads, lse),
         "attention_paged": lambda: pydet.attention_paged(heads, cache, cache, pages, ends[1:]),

@@ -370,6 +370,7 @@ SIGNATURES = {
     "scaled_gemm": "a b * a_scale b_scale bias out out_dtype accumulate arithmetic k_chunk initial kernel stream",
     "quantize": "x * granularity dtype scale_dtype power_of_two transposed scale out kernel stream",
     "fold": "parts * bias out out_dtype order accumulate kernel stream",
+    "adamw": "params grads exp_avgs exp_avg_sqs masters * lr beta_powers betas eps weight_decay kernel stream",
     "audit": "a b c * a_scale b_scale bias arithmetic k_chunk sample seed",
     "kernels": "",
     "devices": "",
@@ -630,8 +631,17 @@ def head_floats():
     backward = lambda name: (
         lambda v: pydet.linear_log_prob_backward(np.ones(1, "f"), x, w, first, **{name: v}).dx.item()
     )
+    loss = lambda name: lambda v: pydet.linear_cross_entropy(x, w, first, **{name: v}).item()
+    of_loss = lambda name: lambda v: pydet.linear_cross_entropy_backward(None, x, w, first, **{name: v}).dx.item()
     found = {("linear_log_prob", name): forward(name) for name in ("temperature", "softcap")}
-    return found | {("linear_log_prob_backward", name): backward(name) for name in ("temperature", "softcap")}
+    found |= {("linear_log_prob_backward", name): backward(name) for name in ("temperature", "softcap")}
+    for name in ("temperature", "softcap", "z_loss"):
+        found |= {("linear_cross_entropy", name): loss(name), ("linear_cross_entropy_backward", name): of_loss(name)}
+    return found
+
+
+# Read as they are: 1 less one is rounded, not 1 less what one is rounded to (test_cross_entropy.py).
+DOUBLES = {("linear_cross_entropy", "label_smoothing"), ("linear_cross_entropy_backward", "label_smoothing")}
 
 
 @pytest.mark.parametrize("function, argument", with_floats())
@@ -708,7 +718,7 @@ def test_every_float_is_tested():
             parameters = inspect.signature(thing).parameters.values()
             floats |= {(name, p.name) for p in parameters if p.annotation in ("float", float, "float | None")}
     audits = {pair for pair in floats if pair[0].startswith("audit_")}  # which hand them to these functions as they are
-    assert floats - audits == set(with_floats()) | set(attention_floats()) | set(head_floats())
+    assert floats - audits == set(with_floats()) | set(attention_floats()) | set(head_floats()) | DOUBLES
     assert {(name.removeprefix("audit_"), argument) for name, argument in audits} <= set(with_floats())
 
 

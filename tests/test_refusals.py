@@ -426,6 +426,13 @@ def test_workspace_extents():
     wrong = options("pydet_gemm_options", k_chunk=24)
     assert lib.pydet_gemm_workspace(1, 4, 4, 4, wrong, size) == lib.PYDET_INVALID_VALUE and size[0] == 7
     assert lib.pydet_skinny_gemm_workspace(4, 4, -9, ffi.NULL, size) == lib.PYDET_INVALID_SHAPE and size[0] == 7
+    odd = Tensor(np.zeros((4, 5), np.float32)).c
+    assert lib.pydet_gemm_copy_workspace(odd, ffi.NULL) == lib.PYDET_NULL_POINTER
+    assert lib.pydet_gemm_copy_workspace(ffi.NULL, size) == lib.PYDET_NULL_POINTER and size[0] == 7
+    assert re.search(r"^gemm_copy_workspace: operand is NULL", last_error())
+    whole = Tensor(np.zeros((4, 5), np.int32)).c
+    assert lib.pydet_gemm_copy_workspace(whole, size) == lib.PYDET_INVALID_DTYPE and size[0] == 7
+    assert lib.pydet_gemm_copy_workspace(odd, size) == lib.PYDET_OK and size[0] == 0  # the CPU reads any
 
 
 @pytest.mark.parametrize(

@@ -783,6 +783,7 @@ operands = {
     "log_prob": [x, index], "log_prob_backward": [row, x, index], "sample": [x, index, index], "topk": [x, 2],
     "embedding": [x, index], "embedding_backward": [x, index],
     "linear_log_prob": [x, x, index], "linear_log_prob_backward": [row, x, x, index],
+    "linear_cross_entropy": [x, x, index], "linear_cross_entropy_backward": [None, x, x, index],
     "selective_scan": [x[None, None], one[None], row, x[None, None], x[None, None], row],
     "gated_delta": [x[None, None]] * 3 + [one[None]] * 2, "causal_conv1d": [x[None], x, row],
     "selective_scan_backward": [x[None, None]] * 2 + [one[None], row, x[None, None], x[None, None], row],
@@ -791,6 +792,7 @@ operands = {
     "attention": [np.ones((1, 1, 4, 8), np.float32)] * 3,
     "attention_backward": [np.ones((1, 1, 4, 8), np.float32)] * 5 + [np.ones((1, 1, 4), np.float32)],
     "grouped_gemm": [x, x[None], index[:1]], "scaled_grouped_gemm": [q, q.T[None], index[:1]], "fold": [(x, x)],
+    "adamw": [(np.ones(4, np.float32),) for _ in range(4)],
 }
 kinds = {"gemm": "product", "gemm_da": "product", "gemm_db": "product", "skinny_gemm": "product"}
 kinds |= {"log_softmax": "softmax", "log_softmax_backward": "softmax_backward"}

@@ -203,6 +203,44 @@ def test_cross_entropy_is_pytorchs(reduction, smoothing, z):
         torch.testing.assert_close(mine.double(), other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3), (1.0, 0.3)])
+def test_cross_entropy_has_the_bits_of_the_librarys(dtype, reduction, smoothing, z):
+    """Of pydet.linear_cross_entropy, which is one call of the C function, and of its gradients."""
+    some = [
+        {},
+        {"temperature": 0.7, "ignore_index": 14},
+        {"softcap": 3.0, "k_chunk": 16, "logits_dtype": F32},
+        {"temperature": 1.3, "softcap": 2.5, "ignore_index": 1 << 40, "logits_dtype": BF16 if dtype == BF16 else F32},
+    ]
+    for number, (rows, options) in enumerate(zip((50, 1, 33, 300), some, strict=True)):
+        (x, w, bias), target, dy = head(rows, dtype=dtype, index=(torch.int64, torch.int32)[number % 2 * (number < 3)])
+        target[-1], x.data[0, 0] = 50 if rows == 33 else 7, float("nan") if rows == 300 else 0.5  # no column; no number
+        how = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z, "arithmetic": "ieee", **options}
+        loss = pt.linear_cross_entropy(x, w, target, bias, **how)
+        dloss = dy if reduction == "none" else torch.tensor(0.37)
+        want = torch.autograd.grad(loss, (x, w, bias), dloss)
+        how["logits_dtype"] = None if how.get("logits_dtype") is None else str(how["logits_dtype"])[6:]
+        given = [t.detach() for t in (x, w)], target, {"bias": bias.detach(), **how}
+        numbers = torch.isfinite(loss)  # a NaN of the library's is 0x7FFFFFFF, one of PyTorch's steps has any sign
+        mine = pydet.linear_cross_entropy(*given[0], given[1], **given[2])
+        same(mine.isnan(), loss.isnan()), same(mine[numbers], loss[numbers])
+        made = pydet.linear_cross_entropy_backward(
+            dloss, *given[0], given[1], of_loss=True, dw_dtype=str(dtype)[6:], **given[2]
+        )
+        same(made.loss, mine)
+        for got, one in zip(made[:3], want, strict=True):
+            same(got, one)
+        if rows == 50:
+            how = {"of_loss": True, **given[2]}
+            whole, cut = (
+                pydet.linear_cross_entropy_backward(dloss, *given[0], given[1], workspace=size, **how)
+                for size in (1 << 28, 6 << 10)
+            )
+            for got, one in zip(cut, whole, strict=True):
+                same(got, one)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
 def test_gradients_made_with_the_loss_have_the_bits_of_backward(device, dtype, reduction, smoothing, z):

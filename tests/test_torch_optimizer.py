@@ -1,5 +1,6 @@
 """pydet.torch.AdamW: the formula of NUMERICS.md word by word, whatever the width, the threads and the layout."""
 
+import contextlib
 import copy
 import math
 import os
@@ -12,6 +13,8 @@ import numpy as np  # noqa: E402
 
 import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+from cases import data  # noqa: E402
+from pydet.torch import optimizer as optimizers  # noqa: E402
 from pydet.torch.optimizer import exact_sqrt  # noqa: E402
 from torch_bits import differ, normal, same  # noqa: E402
 
@@ -88,6 +91,187 @@ def test_a_gpu_has_the_bits_of_the_cpu():
     start, gradients = normal(100003, seed=1), [normal(100003, seed=s) for s in (2, 3, 4)]
     gradients[1][0], gradients[2][-1] = 1e-30, 1e30
     same(run(start.cuda(), [g.cuda() for g in gradients])[0].cpu(), run(start, gradients)[0])
+
+
+# ---- One call for many parameters ------------------------------------------------------------------------------------
+
+
+def trained(where, steps=3, count=150, composed=False, compiled=False):
+    """Parameters and states of more tensors than two launches take, some by main_grad, one with no gradient."""
+    kinds = [torch.float32, torch.bfloat16, torch.float16]
+    parameters = []
+    for i in range(count):
+        x = torch.from_numpy(data("normal", ((5, 7), (300,), (1,), (2049,), (0, 3))[i % 5], np.dtype(np.float32), i))
+        parameters.append(torch.nn.Parameter(x.to(kinds[i % 3]).to(where)))
+    adam = pt.AdamW(
+        [{"params": parameters[:100]}, {"params": parameters[100:], "lr": 0.1, "weight_decay": 0.0}], lr=0.01
+    )
+    step = torch.compile(adam.step) if compiled else adam.step
+    before = optimizers._fuses
+    optimizers._fuses = (lambda tensors: False) if composed else before
+    try:
+        for number in range(steps):
+            for i, p in enumerate(parameters):
+                g = torch.from_numpy(data("wide", tuple(p.shape), np.dtype(np.float32), 1000 * number + i)).to(where)
+                if i % 4 == 0:
+                    p.main_grad = g
+                elif i != 7 or number:
+                    p.grad = g.to(p.dtype)
+            step()
+    finally:
+        optimizers._fuses = before
+    return [x.cpu() for p in parameters for x in (p.detach(), *adam.state[p].values()) if isinstance(x, torch.Tensor)]
+
+
+def same_tensors(ours, theirs):
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        words = torch.int32 if x.dtype == torch.float32 else torch.int16
+        assert x.view(words).equal(y.view(words))
+
+
+def test_one_call_has_the_bits_of_the_composition():
+    """Of parameters of all types, more than a call takes; also where PyTorch compiles the loop."""
+    before = pydet.last_kernel()
+    want = trained("cpu", composed=True)
+    assert pydet.last_kernel() == before
+    same_tensors(trained("cpu"), want)
+    assert pydet.last_kernel().startswith("cpu_adamw") and len(want) > 3 * 64
+    same_tensors(trained("cpu", compiled=True), want)
+
+
+def composed(monkeypatch):
+    monkeypatch.setattr(optimizers, "_fuses", lambda tensors: False)
+
+
+def calls_of(monkeypatch):
+    """How often the library was called, and how often PyTorch's operations were composed."""
+    counted = {"fused": 0, "composed": 0}
+
+    def count(name, function):
+        def call(*arguments, **options):
+            counted[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(optimizers, "adamw", count("fused", optimizers.adamw))
+    monkeypatch.setattr(optimizers, "_step_composed", count("composed", optimizers._step_composed))
+    return counted
+
+
+def test_how_many_calls_a_step_is(monkeypatch):
+    counted = calls_of(monkeypatch)
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(130)]
+    adam = pt.AdamW(parameters)
+    for p in parameters:
+        p.grad = torch.ones(3)
+    adam.step()
+    assert counted == {"fused": 3, "composed": 0}
+    parameters[5].grad = None  # from now on a step behind the others
+    adam.step()
+    parameters[5].grad = torch.ones(3)
+    adam.step()
+    assert counted == {"fused": 3 + 3 + 4, "composed": 0}
+    assert [adam.state[p]["step"] for p in parameters[4:7]] == [3, 2, 3]
+    empty = torch.nn.Parameter(torch.ones(0, 3))
+    empty.grad = torch.ones(0, 3)
+    other = pt.AdamW([empty, torch.nn.Parameter(torch.ones(2))])
+    other.step()
+    assert other.state[empty]["step"] == 1 and len(other.state) == 1
+
+
+def layouts():
+    """Parameters, and gradients of each step: what a call of the library takes, and what it leaves to PyTorch."""
+    x, g = normal(12, 10, seed=1), [normal(12, 10, seed=s) for s in (2, 3)]
+    images = normal(2, 3, 4, 5, seed=4).to(memory_format=torch.channels_last)
+    of_images = [normal(2, 3, 4, 5, seed=s).to(memory_format=torch.channels_last) for s in (5, 6)]
+    memory = normal(300, seed=7)
+    yield "transposed alike", 1, [x.clone().t()], [[y.t()] for y in g]
+    yield "channels last", 1, [images], [[y] for y in of_images]
+    yield "a gradient in another order", 0, [x.clone()], [[y.t().contiguous().t()] for y in g]
+    yield "gaps", 0, [x.clone()[:, ::2]], [[y[:, ::2]] for y in g]
+    yield "rows of one buffer", 1, [*x.clone()], [[*y] for y in g]
+    yield "views that overlap", 1, [memory[:200], memory[100:]], [[normal(200, seed=s)] * 2 for s in (8, 9)]
+    yield "an expanded gradient", 0, [x.clone()], [[y[:1].expand(12, 10)] for y in g]
+    yield "a shared gradient", 1, [x.clone(), x.clone()], [[y, y] for y in g]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_layouts(number, monkeypatch):
+    """A call of the library has the composition's bits, and what it does not take is composed."""
+    found, counted = [], calls_of(monkeypatch)
+    for by_hand in (False, True):
+        name, calls, starts, gradients = list(layouts())[number]
+        if by_hand:
+            composed(monkeypatch)
+        parameters = [torch.nn.Parameter(x) for x in starts]
+        adam = pt.AdamW(parameters, **HOW)
+        for some in gradients:
+            for p, g in zip(parameters, some, strict=True):
+                p.grad = None
+                p.main_grad = g
+            adam.step()
+        found.append([x for p in parameters for x in (p.detach(), adam.state[p]["exp_avg"])])
+        if not by_hand:
+            assert counted["fused"] == 2 * calls, name
+            assert counted["composed"] == (0 if calls and "overlap" not in name else 2 * len(starts)), name
+    same_tensors(*found)
+
+
+def test_a_parameter_that_is_listed_twice_takes_two_steps():
+    gradients, found = [normal(20, seed=s) for s in (2, 3)], []
+    for twice in (True, False):
+        p = torch.nn.Parameter(normal(20, seed=1))
+        with pytest.warns(UserWarning, match="duplicate") if twice else contextlib.nullcontext():
+            adam = pt.AdamW([p] * (2 if twice else 1), **HOW)
+        for g in gradients:
+            p.grad = g
+            for _ in range(1 if twice else 2):
+                adam.step()
+        assert adam.state[p]["step"] == 4
+        found.append([p.detach(), adam.state[p]["exp_avg_sq"]])
+    same_tensors(*found)
+
+
+def test_a_refused_step_counts_for_nothing():
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    one.grad, other.main_grad = torch.ones(3), torch.ones(4)
+    adam = pt.AdamW([one, other])
+    with pytest.raises(pydet.Error, match=r"^AdamW: a gradient is torch.float32 \(4,\)"):
+        adam.step()
+    assert not adam.state and one.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_nan_is_the_one_of_the_library(dtype, monkeypatch):
+    found = []
+    for by_hand in (False, True):
+        if by_hand:
+            composed(monkeypatch)
+        p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        p.main_grad = torch.tensor([-math.nan, 1.0, math.inf, 2.0])
+        adam = pt.AdamW([p], **HOW)
+        for _ in range(2):
+            adam.step()
+        found.append([p.detach(), *(x for x in adam.state[p].values() if isinstance(x, torch.Tensor))])
+    same_tensors(*found)
+    words = found[0][0].view(torch.int32 if dtype == torch.float32 else torch.int16).tolist()
+    assert words[0] == words[2] == (0x7FFFFFFF if dtype == torch.float32 else 0x7FFF)
+
+
+def test_a_state_of_other_types_goes_on():
+    """Saved beside parameters of bf16 and loaded beside float32 ones, and the other way: a master comes or goes."""
+    start, gradients = normal(50, seed=1), [normal(50, seed=s) for s in (2, 3)]
+    for before, after in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        half, adam = run(start.to(before), [gradients[0].to(before)])
+        p = torch.nn.Parameter(half.to(after))
+        other = pt.AdamW([p], **HOW)
+        other.load_state_dict(adam.state_dict())
+        p.grad = gradients[1].to(after)
+        other.step()
+        assert ("master" in other.state[p]) == (after != torch.float32) and torch.isfinite(p).all()
+        assert (p.detach() - half.to(after)).any()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))

@@ -62,7 +62,8 @@ enum Feature : uint64_t {
   kNeighbours = 1ull << 49,       // of rotary embeddings: pairs of elements next to each other
   kInitialGradient = 1ull << 50,  // of a scan's gradient, as the next one
   kFinalGradient = 1ull << 51,
-  kSlabs = 1ull << 52  // of a softmax: columns in slabs of memory
+  kSlabs = 1ull << 52,  // of a softmax: columns in slabs of memory
+  kMaster = 1ull << 53  // of AdamW: a parameter that is the rounding of an fp32 one
 };
 struct FeatureRow {
   Feature feature;
@@ -122,6 +123,7 @@ constexpr FeatureRow kFeatures[] = {
     {kInitialGradient, "dinitial"},
     {kFinalGradient, "dfinal"},
     {kSlabs, "columns in slabs"},
+    {kMaster, "masters"},
 };
 
 constexpr uint64_t when(bool needed, Feature feature) { return needed ? uint64_t(feature) : 0; }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "ops/activation/problem.h"
+#include "ops/adamw/problem.h"
 #include "ops/attention/problem.h"
 #include "ops/embedding/problem.h"
 #include "ops/fold/problem.h"
@@ -37,6 +38,6 @@ using AllOperations =
                LayerNorm, LayerNormBackward, ScaledGroupedGemm, Attention, AttentionBackward, Activation,
                ActivationBackward, Sample, TopK, Embedding, EmbeddingBackward, SelectiveScan, GatedDelta, CausalConv1d,
                LinearLogProb, HeadRows, RotaryTable, Rotary, SelectiveScanBackward, GatedDeltaBackward,
-               CausalConv1dBackward, RmsNormQuantize>;
+               CausalConv1dBackward, RmsNormQuantize, AdamW>;
 
 }  // namespace pydet

@@ -52,7 +52,8 @@ template <class Options> pydet_status read_options(const char *op, const Options
   return PYDET_OK;
 }
 
-// A factor, or what is divided by; or_none: 0 says that there is none. By the bits: a thread may read subnormals as zeros.
+// Of a number that logits or scores are multiplied with or divided by. or_none: 0, of either sign, is "none". Whether it
+// is 0 its bits say, since a thread may be set to read subnormals as zeros.
 inline pydet_status check_scale(const char *op, const char *name, float value, bool or_none) {
   if ((or_none && bits_of(value) << 1 == 0) || (value >= 0x1p-100f && value <= 0x1p100f)) return PYDET_OK;
   return fail(PYDET_INVALID_VALUE, "%s: %s is %g, want a number from 2^-100 to 2^100", op, name, double(value));
@@ -97,6 +98,11 @@ inline pydet_status workspace_apart(const View &view, const void *workspace, uin
   uintptr_t begin = reinterpret_cast<uintptr_t>(workspace);
   if (f.end <= begin || begin + size <= f.begin) return PYDET_OK;
   return fail(PYDET_OVERLAP, "%s: workspace shares memory with %s, want it apart", view.op, view.name);
+}
+template <size_t count>
+pydet_status workspace_apart(const View *const (&views)[count], const void *workspace, uint64_t size) {
+  for (const View *view : views) PYDET_TRY(workspace_apart(*view, workspace, size));
+  return PYDET_OK;
 }
 
 }  // namespace pydet

@@ -353,6 +353,14 @@ constexpr Kernel<Fold> kFold[] = {
     Row("cpu_fold_scalar", bit(Type::f32), Arithmetic::ieee, kAnyCpu, kFoldFeatures).launches(fold<Scalar>),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+#if defined(__x86_64__)
+    Row("cpu_adamw_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kMaster).launches(adamw<Avx512>),
+    Row("cpu_adamw_avx2", kUnscaledTypes, Arithmetic::ieee, kAvx2, kMaster).launches(adamw<Avx2>),
+#endif
+    Row("cpu_adamw_scalar", kUnscaledTypes, Arithmetic::ieee, kAnyCpu, kMaster).launches(adamw<Scalar>),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
 #if defined(__x86_64__)
     Row("cpu_layernorm_avx512", kUnscaledTypes, Arithmetic::ieee, kAvx512, kLayerNormFeatures)
@@ -475,7 +483,16 @@ pydet_status round_here(const Rounding &problem) {
   return round_elements<Scalar>(problem);
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr, nullptr};
+pydet_status loss_here(const HeadLoss &problem) {
+#if defined(__x86_64__)
+  if (has_avx512(problem.device)) return head_loss<Avx512>(problem);
+  if (has_avx2(problem.device)) return head_loss<Avx2>(problem);
+#endif
+  return head_loss<Scalar>(problem);
+}
+
+constexpr Hooks<Gemm> kGemmHooks = {round_here, nullptr, nullptr, nullptr};
+constexpr Hooks<HeadRows> kHeadHooks = {loss_here};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 
 pydet_status copy(const char *, int32_t, void *, void *to, const void *from, uint64_t bytes) {
@@ -489,14 +506,15 @@ constexpr Backend cpu() {
   backend.query_device = query_device;
   backend.tensor_cores = tensor_cores;
   backend.copy = copy;
-  backend.tables = tables(
-      table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-      table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-      table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-      table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
-      table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta), table(kCausalConv1d),
-      no_kernels<LinearLogProb>(), table(kHeadRows), table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward),
-      table(kGatedDeltaBackward), table(kCausalConv1dBackward), table(kRmsNormQuantize));
+  backend.tables =
+      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+             table(kAttentionBackward), table(kActivation), table(kActivationBackward), table(kSample), table(kTopK),
+             table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan), table(kGatedDelta),
+             table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows, &kHeadHooks), table(kRotaryTable),
+             table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward), table(kCausalConv1dBackward),
+             table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 

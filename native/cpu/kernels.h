@@ -3,11 +3,12 @@
 #pragma once
 
 #include "ops/activation/problem.h"
+#include "ops/adamw/problem.h"
 #include "ops/attention/problem.h"
 #include "ops/embedding/problem.h"
 #include "ops/fold/problem.h"
 #include "ops/gemm/rounding.h"
-#include "ops/head/problem.h"
+#include "ops/head/loss.h"
 #include "ops/norm/problem.h"
 #include "ops/rotary/problem.h"
 #include "ops/sample/problem.h"
@@ -33,6 +34,7 @@ template <class Isa> pydet_status rmsnorm_backward(const RmsNormBackward &);
 template <class Isa> pydet_status softmax(const Softmax &);
 template <class Isa> pydet_status softmax_backward(const SoftmaxBackward &);
 template <class Isa> pydet_status head_rows(const HeadRows &);
+template <class Isa> pydet_status head_loss(const HeadLoss &);
 template <class Isa> pydet_status sample(const Sample &);
 template <class Isa> pydet_status topk(const TopK &);
 template <class Isa> pydet_status embedding(const Embedding &);
@@ -42,6 +44,7 @@ template <class Isa> pydet_status rotary(const Rotary &);
 template <class Isa> pydet_status activation(const Activation &);
 template <class Isa> pydet_status activation_backward(const ActivationBackward &);
 template <class Isa> pydet_status fold(const Fold &);
+template <class Isa> pydet_status adamw(const AdamW &);
 template <class Isa> pydet_status round_elements(const Rounding &);
 template <class Isa> pydet_status layernorm(const LayerNorm &);
 template <class Isa> pydet_status layernorm_backward(const LayerNormBackward &);

@@ -27,6 +27,12 @@ inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats root(Floats a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Floats where_equal(Floats a, Floats b, Floats x, Floats y) {  // a == b ? x : y
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ), y.v, x.v)};
+}
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }    // a b + c
 inline Floats fnma(Floats a, Floats b, Floats c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // -(a b) + c
 inline Floats canonical(Floats a) {
@@ -95,6 +101,12 @@ inline Floats zero() { return {_mm256_setzero_ps()}; }
 inline Floats broadcast(float x) { return {_mm256_set1_ps(x)}; }
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Floats root(Floats a) { return {_mm256_sqrt_ps(a.v)}; }
+inline Floats where_equal(Floats a, Floats b, Floats x, Floats y) {  // a == b ? x : y
+  return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ))};
+}
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats fnma(Floats a, Floats b, Floats c) { return {_mm256_fnmadd_ps(a.v, b.v, c.v)}; }
 inline Floats canonical(Floats a) {
@@ -163,6 +175,10 @@ inline Floats zero() { return {0.0f}; }
 inline Floats broadcast(float x) { return {x}; }
 inline Floats operator+(Floats a, Floats b) { return {a.v + b.v}; }
 inline Floats operator*(Floats a, Floats b) { return {a.v * b.v}; }
+inline Floats operator-(Floats a, Floats b) { return {a.v - b.v}; }
+inline Floats operator/(Floats a, Floats b) { return {a.v / b.v}; }
+inline Floats root(Floats a) { return {sqrtf(a.v)}; }
+inline Floats where_equal(Floats a, Floats b, Floats x, Floats y) { return a.v == b.v ? x : y; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {fmaf(a.v, b.v, c.v)}; }
 inline Floats fnma(Floats a, Floats b, Floats c) { return {fmaf(-a.v, b.v, c.v)}; }
 inline Floats canonical(Floats a) { return {pydet::canonical(a.v)}; }

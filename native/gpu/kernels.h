@@ -7,8 +7,10 @@
 namespace pydet {
 
 struct Attention;  // ops/*/problem.h, as all of these
+struct Matrix;
 struct AttentionBackward;
 struct Activation;
+struct AdamW;
 struct Embedding;
 struct EmbeddingBackward;
 struct SelectiveScan;
@@ -36,12 +38,20 @@ struct LayerNormBackward;
 struct Softmax;
 struct SoftmaxBackward;
 struct HeadRows;
+struct HeadLoss;
 struct Fold;
 
 // nvidia/sm90/gemm.cu, whose variants are the tiles of nvidia/sm90/tiles.h (plan.cpp).
 Choice gemm_sm90_choose(const Gemm &, int tile);
 pydet_status gemm_sm90(const Gemm &, const Choice &);
 uint64_t gemm_sm90_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
+
+// nvidia/gemm_copied.cu. The bytes of an operand's copy, 0 where Hopper's kernels can read it as it lies; and the copies,
+// with the product of them.
+uint64_t gemm_copied_bytes(const Matrix &);
+bool gemm_copied_takes(const Gemm &);
+bool gemm_copied_prefers(const Gemm &);
+pydet_status gemm_copy_operands(const Gemm &, Gemm *copied);
 
 // nvidia/sm90/skinny.cu. Rows of the weights that a block works on at a time, for up to 128 rows of a; `turned`: they
 // have n adjacent, not k.
@@ -242,6 +252,14 @@ pydet_status softmax_backward_long(const SoftmaxBackward &);
 // any/head_rows.cu
 pydet_status head_rows(const HeadRows &);
 
+// any/head_loss.cu
+pydet_status head_loss(const HeadLoss &);
+
+// nvidia/head_rows_cluster.cu
+bool head_rows_cluster_takes(const HeadRows &);
+bool head_rows_cluster_prefers(const HeadRows &);
+pydet_status head_rows_cluster(const HeadRows &);
+
 // nvidia/softmax_staged.cu
 bool softmax_staged_takes(const Softmax &);
 bool softmax_staged_prefers(const Softmax &);
@@ -281,6 +299,10 @@ pydet_status softmax_backward_shifted(const SoftmaxBackward &);
 
 // any/fold.cu
 pydet_status fold(const Fold &);
+
+// any/adamw.cu
+bool adamw_takes(const AdamW &);
+pydet_status adamw(const AdamW &);
 
 // any/rounding.cu
 pydet_status round_elements(const Rounding &);

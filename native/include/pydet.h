@@ -169,6 +169,10 @@ PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const 
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 
+/* Bytes more for a, b, dc, x or w, where a kernel can use a copy: of bf16 or fp16 whose rows begin at no multiple of 16
+ * bytes (K = 3420), on a Hopper. 0 elsewhere, and above 1 GiB. */
+PYDET_API pydet_status pydet_gemm_copy_workspace(const pydet_tensor *operand, uint64_t *bytes);
+
 /* ---- Skinny GEMM ----------------------------------------------------------------------------------------------
  *   y[..., n] = round( chain_k(x[..., k], w[n, k]) + bias[n] )
  *
@@ -425,6 +429,55 @@ PYDET_API pydet_status pydet_linear_log_prob_backward(void *stream, const pydet_
 PYDET_API pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type,
                                                        int32_t backward, uint64_t most,
                                                        const pydet_linear_log_prob_options *options, uint64_t *bytes);
+
+/* ---- Linear cross-entropy -------------------------------------------------------------------------------------
+ *   loss[t] = -log_prob[t] of target[t];   with label_smoothing E   loss[t] = (1 - E) loss[t] + E (lse[t] - mean[t])
+ *                                          with z_loss Z            loss[t] = loss[t] + Z lse[t]^2
+ *
+ * of rows as pydet_linear_log_prob has them, in fp32, on the CPU. target [...] int32 or int64: ignore_index has loss 0
+ * and no gradient; what is neither that nor a column has loss NaN, and no gradient but those by lse and mean. loss [] is
+ * the mean over rows that are not ignored (NaN where all are), or their sum, chains of 256 rows added in ascending order;
+ * or [...] for PYDET_REDUCTION_NONE.
+ * Backward: dloss like loss, or NULL for 1. dx, dw and dbias as there, each may be NULL; loss is NULL, or written too: so
+ * a loss whose gradient is known costs three products, not four. */
+enum { PYDET_REDUCTION_MEAN = 0, PYDET_REDUCTION_SUM = 1, PYDET_REDUCTION_NONE = 2 };
+
+typedef struct pydet_linear_cross_entropy_options {
+  uint32_t struct_size;
+  int32_t arithmetic; /* down to temperature as there */
+  int64_t k_chunk;
+  pydet_dtype logits;
+  int32_t accumulate;
+  void *workspace; /* beside the logits of some rows for numbers of all: at most 32 bytes a row */
+  uint64_t workspace_size;
+  float softcap;
+  float temperature;
+  double label_smoothing; /* 0 to 1 */
+  double z_loss;
+  int32_t reduction;        /* PYDET_REDUCTION_MEAN, ... */
+  int32_t has_ignore_index; /* 1: ignore_index holds; 0: it is -100 */
+  int64_t ignore_index;
+  const pydet_tensor *lse; /* NULL, or [...] fp32: written, and read by backward, which z_loss then costs no product */
+  const char *kernel;
+  int64_t reserved;
+} pydet_linear_cross_entropy_options;
+
+PYDET_API pydet_status pydet_linear_cross_entropy(void *stream, const pydet_tensor *x, const pydet_tensor *w,
+                                                  const pydet_tensor *bias, const pydet_tensor *target,
+                                                  const pydet_tensor *loss,
+                                                  const pydet_linear_cross_entropy_options *options);
+PYDET_API pydet_status pydet_linear_cross_entropy_backward(void *stream, const pydet_tensor *dloss,
+                                                           const pydet_tensor *x, const pydet_tensor *w,
+                                                           const pydet_tensor *bias, const pydet_tensor *target,
+                                                           const pydet_tensor *loss, const pydet_tensor *dx,
+                                                           const pydet_tensor *dw, const pydet_tensor *dbias,
+                                                           const pydet_linear_cross_entropy_options *options);
+
+/* As pydet_linear_log_prob_workspace; enough for every combination of results. */
+PYDET_API pydet_status pydet_linear_cross_entropy_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type,
+                                                            int32_t backward, uint64_t most,
+                                                            const pydet_linear_cross_entropy_options *options,
+                                                            uint64_t *bytes);
 
 /* ---- Sampling --------------------------------------------------------------------------------------------------
  * A token of each row of logits x [..., N], drawn from softmax(x / temperature): a function of its row, seed, position
@@ -839,6 +892,33 @@ typedef struct pydet_fold_options {
 
 PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts, int32_t count,
                                   const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
+
+/* ---- AdamW ----------------------------------------------------------------------------------------------------
+ * One step in place, of count tensors: 1 to PYDET_ADAMW_TENSORS. masters: NULL, or fp32 beside bf16, fp16. */
+enum { PYDET_ADAMW_TENSORS = 64 };
+
+typedef struct pydet_adamw_step {
+  uint32_t struct_size;
+  int32_t reserved;
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double beta1_power; /* beta1^t */
+  double beta2_power;
+} pydet_adamw_step;
+
+typedef struct pydet_adamw_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  const char *kernel;
+} pydet_adamw_options;
+
+PYDET_API pydet_status pydet_adamw(void *stream, const pydet_tensor *const *params, const pydet_tensor *const *grads,
+                                   const pydet_tensor *const *exp_avgs, const pydet_tensor *const *exp_avg_sqs,
+                                   const pydet_tensor *const *masters, int32_t count, const pydet_adamw_step *step,
+                                   const pydet_adamw_options *options);
 
 /* ---- Threads --------------------------------------------------------------------------------------------------
  * Of one call on the CPU, its caller among them: by pydet_set_threads, PYDET_NUM_THREADS, OMP_NUM_THREADS, or the CPUs

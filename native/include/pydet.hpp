@@ -65,6 +65,9 @@ template <> struct dtype_of<float16> {
 template <> struct dtype_of<int32_t> {
   static constexpr pydet_dtype value{PYDET_INT, 32, 1};
 };
+template <> struct dtype_of<int64_t> {
+  static constexpr pydet_dtype value{PYDET_INT, 64, 1};
+};
 template <> struct dtype_of<bool> {
   static_assert(sizeof(bool) == 1, "a byte each");
   static constexpr pydet_dtype value{PYDET_BOOL, 8, 1};
@@ -253,6 +256,19 @@ inline void linear_log_prob_backward(void *stream, const tensor &dlog_prob, cons
   call(pydet_linear_log_prob_backward, stream, dlog_prob.describe(), x.describe(), w.describe(), bias.describe(),
        index.describe(), log_prob.describe(), dx.describe(), dw.describe(), dbias.describe(), options);
 }
+inline void linear_cross_entropy(void *stream, const tensor &x, const tensor &w, const tensor &bias,
+                                 const tensor &target, const tensor &loss,
+                                 const pydet_linear_cross_entropy_options *options = nullptr) {
+  call(pydet_linear_cross_entropy, stream, x.describe(), w.describe(), bias.describe(), target.describe(),
+       loss.describe(), options);
+}
+inline void linear_cross_entropy_backward(void *stream, const tensor &dloss, const tensor &x, const tensor &w,
+                                          const tensor &bias, const tensor &target, const tensor &loss,
+                                          const tensor &dx, const tensor &dw, const tensor &dbias,
+                                          const pydet_linear_cross_entropy_options *options = nullptr) {
+  call(pydet_linear_cross_entropy_backward, stream, dloss.describe(), x.describe(), w.describe(), bias.describe(),
+       target.describe(), loss.describe(), dx.describe(), dw.describe(), dbias.describe(), options);
+}
 inline void topk(void *stream, const tensor &x, const tensor &values, const tensor &index,
                  const pydet_topk_options *options = nullptr) {
   call(pydet_topk, stream, x.describe(), values.describe(), index.describe(), options);
@@ -311,10 +327,28 @@ inline uint64_t attention_backward_workspace(int64_t sequences, int64_t heads, i
   call(pydet_attention_backward_workspace, sequences, heads, groups, queries, keys, d, e, options, &bytes);
   return bytes;
 }
+inline uint64_t linear_log_prob_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type, bool backward,
+                                          uint64_t most = 0, const pydet_linear_log_prob_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_linear_log_prob_workspace, rows, n, k, type, int32_t(backward), most, options, &bytes);
+  return bytes;
+}
+inline uint64_t linear_cross_entropy_workspace(int64_t rows, int64_t n, int64_t k, pydet_dtype type, bool backward,
+                                               uint64_t most = 0,
+                                               const pydet_linear_cross_entropy_options *options = nullptr) {
+  uint64_t bytes = 0;
+  call(pydet_linear_cross_entropy_workspace, rows, n, k, type, int32_t(backward), most, options, &bytes);
+  return bytes;
+}
 inline uint64_t gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                const pydet_gemm_options *options = nullptr) {
   uint64_t bytes = 0;
   call(pydet_gemm_workspace, batch, m, n, k, options, &bytes);
+  return bytes;
+}
+inline uint64_t gemm_copy_workspace(const tensor &operand) {
+  uint64_t bytes = 0;
+  call(pydet_gemm_copy_workspace, operand.describe(), &bytes);
   return bytes;
 }
 inline uint64_t skinny_gemm_workspace(int64_t m, int64_t n, int64_t k,

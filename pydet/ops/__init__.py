@@ -21,6 +21,7 @@ arithmetic and ``k_chunk``: not of the other rows, the batch, strides, the kerne
 """
 
 from pydet.ops.activation import activation, activation_backward, geglu, gelu, sigmoid, silu, softplus, swiglu
+from pydet.ops.adamw import adamw
 from pydet.ops.attention import (
     attention,
     attention_backward,
@@ -31,7 +32,12 @@ from pydet.ops.attention import (
 from pydet.ops.embedding import embedding, embedding_backward
 from pydet.ops.fold import fold
 from pydet.ops.grouped import grouped_gemm, scaled_grouped_gemm
-from pydet.ops.head import linear_log_prob, linear_log_prob_backward
+from pydet.ops.head import (
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
+    linear_log_prob,
+    linear_log_prob_backward,
+)
 from pydet.ops.layernorm import layernorm, layernorm_backward
 from pydet.ops.libraries import Device, Kernel, devices, kernels, last_kernel, resolve_arithmetic
 from pydet.ops.products import gemm, gemm_da, gemm_db, skinny_gemm
@@ -50,6 +56,7 @@ from pydet.ops.scan import (
 from pydet.ops.softmax import log_prob, log_prob_backward, log_softmax, log_softmax_backward, softmax, softmax_backward
 from pydet.ops.types import (
     ABI,
+    ADAMW_TENSORS,
     DWEIGHT_ROWS,
     FOLD_PARTS,
     NUMERICS,
@@ -63,6 +70,7 @@ from pydet.ops.types import (
 
 __all__ = [
     "ABI",
+    "ADAMW_TENSORS",
     "DWEIGHT_ROWS",
     "FOLD_PARTS",
     "NUMERICS",
@@ -76,6 +84,7 @@ __all__ = [
     "__version__",
     "activation",
     "activation_backward",
+    "adamw",
     "attention",
     "attention_backward",
     "attention_paged",
@@ -99,6 +108,8 @@ __all__ = [
     "last_kernel",
     "layernorm",
     "layernorm_backward",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
     "linear_log_prob",
     "linear_log_prob_backward",
     "log_prob",

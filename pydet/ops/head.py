@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydet._native import INVALID_VALUE, fail
+from pydet._native import INVALID_VALUE, constants, fail
 from pydet.frameworks import type_index
 from pydet.hooks import methods, on_stream
 from pydet.ops.types import Arithmetic, Stream, Tensor
 
 _linear_log_prob, _linear_log_prob_backward = methods(("linear_log_prob", "linear_log_prob_backward"))
+_linear_cross_entropy, _linear_cross_entropy_backward = methods(
+    ("linear_cross_entropy", "linear_cross_entropy_backward")
+)
 
 HEAD_WORKSPACE = 256 << 20  # bytes
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+_REDUCTIONS = {name: int(getattr(constants, f"PYDET_REDUCTION_{name.upper()}")) for name in ("mean", "sum", "none")}
 
 
 def _read_as(op: str, temperature: float, softcap: float | None) -> dict[str, float]:
@@ -158,3 +163,163 @@ def linear_log_prob_backward(
         workspace=workspace,
     )
     return HeadGradients(*made)
+
+
+# ---- Losses ----------------------------------------------------------------------------------------------------------
+
+
+def _reduction(op: str, reduction: Any) -> int:
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
+        fail(INVALID_VALUE, f"{op}: reduction is {reduction!r}, want 'mean', 'sum' or 'none'")
+    return _REDUCTIONS[reduction]
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    *,
+    bias: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    out: Tensor | None = None,
+    lse: Any = None,
+    logits_dtype: Any = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    workspace: int = HEAD_WORKSPACE,
+    stream: Stream | None = None,
+) -> Any:
+    """The negative :func:`linear_log_prob` of targets, summed, without the logits of all rows in memory, and with the
+    bits of ``pydet.torch.linear_cross_entropy``. On the CPU.
+
+    Args:
+        x, w, bias, logits_dtype, temperature, softcap, arithmetic, k_chunk, stream: as in :func:`linear_log_prob`.
+        target: ``[...]``, int32 or int64, contiguous. What is neither a column nor ``ignore_index`` makes its row's
+            loss NaN.
+        ignore_index: rows of this target have loss 0 and no gradient.
+        label_smoothing: from 0 to 1: so much of the target is spread over all columns.
+        z_loss: so many times the square of the logarithm of the sum of exponentials is added to a row's loss.
+        reduction: ``"mean"`` over rows that are not ignored (NaN where all are), ``"sum"``, or ``"none"``. Sums go over
+            rows in order (NUMERICS.md, "Head").
+        out: ``[]``, or ``[...]`` without a reduction; float32; made if None.
+        lse: None, or ``[...]``, float32: the logarithm of each row's sum of exponentials is written there, which spares
+            :func:`linear_cross_entropy_backward` with a ``z_loss`` a product.
+        workspace: bytes that the logits of a chunk of rows, and up to 12 of each row, may take. It decides no bits.
+
+    Returns:
+        ``[]`` or ``[...]``, float32.
+
+    Raises:
+        Error: as :func:`linear_log_prob`.
+    """
+    op = "linear_cross_entropy"
+    method = _linear_cross_entropy if stream is None else on_stream(_linear_cross_entropy, x, stream)
+    return method(
+        x,
+        w,
+        target,
+        bias=bias,
+        out=out,
+        lse=lse,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=_reduction(op, reduction),
+        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
+        **_read_as(op, temperature, softcap),
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        workspace=workspace,
+    )
+
+
+class LossGradients(NamedTuple):
+    """What :func:`linear_cross_entropy_backward` makes; None for what it was not asked for."""
+
+    dx: Any
+    dw: Any
+    dbias: Any
+    loss: Any
+
+
+def linear_cross_entropy_backward(
+    dloss: Any,
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    *,
+    bias: Any = None,
+    lse: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    dx: Any = None,
+    dw: Any = None,
+    dbias: Any = None,
+    loss: Any = None,
+    of_x: bool = True,
+    of_w: bool = True,
+    of_bias: bool | None = None,
+    of_loss: bool = False,
+    dw_dtype: Any = None,
+    accumulate: bool = False,
+    logits_dtype: Any = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    arithmetic: Arithmetic = "auto",
+    k_chunk: int | None = None,
+    workspace: int = HEAD_WORKSPACE,
+    stream: Stream | None = None,
+) -> LossGradients:
+    """The gradients of :func:`linear_cross_entropy`, whose logits are made again, some rows at a time.
+
+    Args:
+        dloss: like the loss, float32; None is 1.
+        x, w, target, bias, ignore_index, label_smoothing, z_loss, reduction, logits_dtype, temperature, softcap,
+            arithmetic, k_chunk, stream: as in :func:`linear_cross_entropy`.
+        lse: as :func:`linear_cross_entropy` wrote it. Without it a ``z_loss`` has a product more.
+        dx, dw, dbias, of_x, of_w, of_bias, dw_dtype, accumulate: as in :func:`linear_log_prob_backward`.
+        loss: what :func:`linear_cross_entropy` gives, made if None and ``of_loss``. With the gradients it has three
+            products, as they alone have; four with ``label_smoothing``, or a ``z_loss`` without ``lse``.
+        workspace: as in :func:`linear_cross_entropy`, up to 32 bytes of each row; for sums over rows it holds logits of
+            16 of them, or ``k_chunk``.
+
+    Returns:
+        ``(dx, dw, dbias, loss)``.
+    """
+    op = "linear_cross_entropy_backward"
+    method = _linear_cross_entropy_backward if stream is None else on_stream(_linear_cross_entropy_backward, x, stream)
+    made = method(
+        dloss,
+        x,
+        w,
+        target,
+        bias=bias,
+        lse=lse,
+        loss=loss,
+        dx=dx,
+        dw=dw,
+        dbias=dbias,
+        of_x=of_x,
+        of_w=of_w,
+        of_bias=bias is not None if of_bias is None else of_bias,
+        of_loss=of_loss,
+        dw_dtype=None if dw_dtype is None else type_index(dw_dtype, op, "dw_dtype"),
+        accumulate=accumulate,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=_reduction(op, reduction),
+        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
+        **_read_as(op, temperature, softcap),
+        arithmetic=arithmetic,
+        k_chunk=k_chunk,
+        workspace=workspace,
+    )
+    return LossGradients(*made)

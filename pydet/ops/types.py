@@ -15,6 +15,7 @@ Stream: TypeAlias = Any
 
 ABI: int = constants.PYDET_ABI
 NUMERICS: int = constants.PYDET_NUMERICS
+ADAMW_TENSORS: int = constants.PYDET_ADAMW_TENSORS
 DWEIGHT_ROWS: int = constants.PYDET_DWEIGHT_ROWS
 FOLD_PARTS: int = constants.PYDET_FOLD_PARTS
 __version__ = ".".join(str(getattr(constants, f"PYDET_VERSION_{part}")) for part in ("MAJOR", "MINOR", "PATCH"))

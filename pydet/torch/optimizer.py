@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
+from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, Error, constants, fail, try_load
+from pydet.ops import ADAMW_TENSORS, adamw
 from pydet.torch.ops.register import DTYPES
 
 Tensor = torch.Tensor
@@ -45,6 +47,83 @@ def _local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+class _Numbers(NamedTuple):
+    """Of one step, as pydet.adamw takes them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    beta_powers: tuple[float, float]
+
+
+class _Tensors(NamedTuple):
+    """Of one parameter, what this rank has of them. master: None where the parameter is float32."""
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor | None
+
+
+@functools.cache
+def _is_served(device: str) -> bool:
+    """Whether a library here has the step for devices of a type."""
+    indices = {"cpu": constants.PYDET_EXCHANGE_CPU, "cuda": constants.PYDET_EXCHANGE_CUDA}
+    if torch.version.hip:
+        indices["cuda"] = constants.PYDET_EXCHANGE_ROCM
+    return device in indices and try_load(indices[device])[0] is not None
+
+
+def _fuses(tensors: _Tensors) -> bool:
+    """Whether they are plain memory, in which an element has one place in all of them."""
+    first = tensors.parameter
+    stride, contiguous = first.stride(), first.is_contiguous()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor or (x.stride() != stride and not (contiguous and x.is_contiguous())):
+            return False
+    return _is_served(first.device.type)
+
+
+# What pydet.adamw refuses and operations of PyTorch's take: memory that tensors share, gaps in it, older GPUs.
+_LEFT = (constants.PYDET_OVERLAP, constants.PYDET_INVALID_STRIDE, constants.PYDET_MISALIGNED, UNSUPPORTED)
+
+
+def _step_fused(numbers: _Numbers, some: list[_Tensors]) -> None:
+    """By the library's kernel, up to ADAMW_TENSORS at a time."""
+    for first in range(0, len(some), ADAMW_TENSORS):
+        few = some[first : first + ADAMW_TENSORS]
+        try:
+            adamw(*zip(*few, strict=True), **numbers._asdict())
+        except Error as refusal:
+            if refusal.status not in _LEFT:
+                raise
+            for tensors in few:
+                _step_composed(numbers, tensors)
+
+
+def _step_composed(numbers: _Numbers, tensors: _Tensors) -> None:
+    """The same bits by PyTorch's elementwise operations, each of which IEEE 754 rounds, wherever it has them."""
+    now, gradient, m, v, master = tensors
+    (beta1, beta2), lr = numbers.betas, numbers.lr
+    g, w = gradient.to(torch.float32), now if master is None else master
+    if master is not None:  # of elements that were written since the last step it is what was written
+        w.copy_(torch.where(w.to(now.dtype) == now, w, now.to(torch.float32)))
+    m.mul_(_rounded(beta1)).add_(g * _rounded(1 - beta1))
+    v.mul_(_rounded(beta2)).add_((g * _rounded(1 - beta2)).mul_(g))
+    d = exact_sqrt(v).mul_(_rounded(1 / math.sqrt(1 - numbers.beta_powers[1]))).add_(_rounded(numbers.eps))
+    change = (m * _rounded(lr / (1 - numbers.beta_powers[0]))).div_(d)
+    w.mul_(_rounded(1 - lr * numbers.weight_decay)).sub_(change)
+    if master is not None:
+        now.copy_(master)
+    for x in (now, m, v, *([] if master is None else [master])):
+        bits, nan = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
+        x.view(bits).masked_fill_(x.isnan(), nan)
+
+
 class AdamW(torch.optim.Optimizer):
     """``torch.optim.AdamW`` by one formula, each step of it rounded to fp32, on whatever backend and number of ranks.
 
@@ -55,9 +134,11 @@ class AdamW(torch.optim.Optimizer):
         d = fl(fl(fl(sqrt(v)) {1 / sqrt(1 - beta2^t)}) + {eps})
         w = fl(fl(w {1 - lr weight_decay}) - fl(fl({lr / (1 - beta1^t)} m) / d))
 
-    beta^t is the product of t factors. Every operation is an elementwise one of PyTorch's that IEEE 754 rounds (the
-    root by way of double): no fused multiply-add, no reciprocal. So bits do not depend on vectors, threads, the
-    tensor's width, the device, or how the parameters are shared out (NUMERICS.md, "AdamW"). w is the parameter, or,
+    beta^t is the product of t factors. Every operation is one that IEEE 754 rounds: no fused multiply-add, no
+    reciprocal. So bits do not depend on vectors, threads, the tensor's width, the device, or how the parameters are
+    shared out (NUMERICS.md, "AdamW"). On CPUs and GPUs it is :func:`pydet.adamw`, many parameters at a time; where
+    tensors of a parameter lie in different orders, or on other devices, PyTorch's elementwise operations. ``step`` is
+    not compiled, and not captured by CUDA graphs, which would repeat its numbers. w is the parameter, or,
     where that is not float32, a float32 copy in the state (``master``), which is rounded to the parameter after each
     step; an element of the parameter that is no longer its rounding, as of weights that were loaded, it takes over. g
     is ``main_grad`` of a parameter of :func:`accumulate_gradients`, else ``grad``, as fp32.
@@ -83,6 +164,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             _check_group(group)
+        self._run = torch.compiler.disable(self._run)  # type: ignore[method-assign]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; a key that would have no effect is refused."""
@@ -104,38 +186,56 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._run()
+        return loss
+
+    def _run(self) -> None:
+        found = []
         for group in self.param_groups:
             _check_group(group)
             for parameter in group["params"]:
                 gradient = own_gradient(parameter)
                 if gradient is not None:
-                    self._update(parameter, gradient, group)
-        return loss
+                    _check_gradient(parameter, gradient)
+                    found.append((parameter, gradient.detach(), group))
+        if any(parameter.is_cuda for parameter, _, _ in found) and torch.cuda.is_current_stream_capturing():
+            fail(UNSUPPORTED, "AdamW: a CUDA graph captures the step, want it outside: it has other numbers each time")
+        lists: dict[Any, list[_Tensors]] = {}  # of tensors that a step takes together
+        for parameter, gradient, group in found:
+            numbers, tensors = self._begin(parameter, gradient, group)
+            key = numbers, tensors.parameter.device, _fuses(tensors)
+            lists.setdefault(key, []).append(tensors)
+        for (numbers, _, fuses), some in lists.items():
+            if fuses:
+                _step_fused(numbers, some)
+            else:
+                for tensors in some:
+                    _step_composed(numbers, tensors)
 
-    def _update(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> None:
-        _check_gradient(parameter, gradient)
+    def _begin(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> tuple[_Numbers, _Tensors]:
+        """The numbers of the parameter's next step, which its state counts, and its tensors."""
         state = self.state[parameter]
         if not state:
             state |= {"step": 0, "beta1_power": 1.0, "beta2_power": 1.0}
             state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-            if parameter.dtype != torch.float32:
-                state["master"] = parameter.detach().to(torch.float32)
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        if parameter.dtype == torch.float32:
+            state.pop("master", None)  # of a state that was saved of another type, as the one that is made here
+        elif "master" not in state:
+            state["master"] = parameter.detach().to(torch.float32)
+        beta1, beta2 = map(float, group["betas"])
         state["step"] += 1
         state["beta1_power"] *= beta1
         state["beta2_power"] *= beta2
-        g = _local(gradient.detach()).to(torch.float32)
-        m, v, w = (_local(x) for x in (state["exp_avg"], state["exp_avg_sq"], state.get("master", parameter.detach())))
-        if "master" in state:  # of elements that were written since the last step it is what was written
-            now = _local(parameter.detach())
-            w.copy_(torch.where(w.to(now.dtype) == now, w, now.to(torch.float32)))
-        m.mul_(_rounded(beta1)).add_(g * _rounded(1 - beta1))
-        v.mul_(_rounded(beta2)).add_((g * _rounded(1 - beta2)).mul_(g))
-        d = exact_sqrt(v).mul_(_rounded(1 / math.sqrt(1 - state["beta2_power"]))).add_(_rounded(group["eps"]))
-        change = (m * _rounded(lr / (1 - state["beta1_power"]))).div_(d)
-        w.mul_(_rounded(1 - lr * group["weight_decay"])).sub_(change)
-        if "master" in state:
-            _local(parameter.detach()).copy_(w)
+        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        powers, master = (state["beta1_power"], state["beta2_power"]), state.get("master")
+        tensors = _Tensors(
+            _local(parameter.detach()),
+            _local(gradient),
+            _local(state["exp_avg"]),
+            _local(state["exp_avg_sq"]),
+            None if master is None else _local(master),
+        )
+        return _Numbers(lr, (beta1, beta2), eps, weight_decay, powers), tensors
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``torch.optim``; ``main_grad`` becomes zeros."""

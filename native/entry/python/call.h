@@ -215,11 +215,22 @@ class PythonCall {
     *value = object == exchange->yes;
     return *value || object == exchange->no;
   }
-  bool float_of(const char *name, Object *object, float *value) {
+  bool double_of(const char *name, Object *object, double *value) {
     if (!object) return true;
-    const double number = python().PyFloat_AsDouble(object);
+    *value = python().PyFloat_AsDouble(object);
+    return *value != -1 || !python().PyErr_Occurred() || refuse(name, "no number");
+  }
+  bool float_of(const char *name, Object *object, float *value) {
+    double number = 0;
+    if (!object) return true;
+    if (!double_of(name, object, &number)) return false;
     *value = f32_from_f64(number);
-    return number != -1 || !python().PyErr_Occurred() || refuse(name, "no number");
+    return true;
+  }
+  bool double_of(const char *name, Object *object, double *value) {
+    if (!object) return true;
+    *value = python().PyFloat_AsDouble(object);
+    return *value != -1 || !python().PyErr_Occurred() || refuse(name, "no number");
   }
   bool text_of(const char *name, Object *object, const char **value) {
     if (!given(object)) return true;

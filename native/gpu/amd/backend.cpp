@@ -200,6 +200,10 @@ constexpr Kernel<Fold> kFold[] = {
     Row("hip_fold", bit(Type::f32), Arithmetic::ieee, kBuilt, kBias | kAccumulate | kTree).launches(fold),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+    Row("hip_adamw", kUnscaledTypes, Arithmetic::ieee, kBuilt, kMaster).takes(adamw_takes).launches(adamw),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("hip_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kBuilt, kAllOfLayerNorm)
         .takes(layernorm_held_takes)
@@ -255,7 +259,8 @@ uint64_t gemm_workspace(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithm
   return matrix_cores ? skinny_mfma_workspace(m, n, k, k_chunk) : 0;
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_workspace, nullptr};
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_workspace, nullptr, nullptr};
+constexpr Hooks<HeadRows> kHeadHooks = {head_loss};
 
 constexpr Backend hip() {
   Backend backend = {PYDET_ROCM, "HIP"};
@@ -266,15 +271,15 @@ constexpr Backend hip() {
   backend.reaches = gpu_reaches;
   backend.copy = gpu_copy;
   backend.forget = gpu_forget;
-  backend.tables =
-      tables(table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
-             table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
-             table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
-             table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
-             table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
-             no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kHeadRows),
-             table(kRotaryTable), table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
-             no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize));
+  backend.tables = tables(
+      table(kGemm, &kGemmHooks), table(kScaledGemm), table(kQuantize), table(kRmsNorm), table(kRmsNormBackward),
+      table(kSoftmax), table(kSoftmaxBackward), table(kGroupedGemm), table(kFold), table(kLayerNorm),
+      table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
+      table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
+      table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), no_kernels<SelectiveScan>(),
+      no_kernels<GatedDelta>(), no_kernels<CausalConv1d>(), no_kernels<LinearLogProb>(), table(kHeadRows, &kHeadHooks),
+      table(kRotaryTable), table(kRotary), no_kernels<SelectiveScanBackward>(), no_kernels<GatedDeltaBackward>(),
+      no_kernels<CausalConv1dBackward>(), table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 

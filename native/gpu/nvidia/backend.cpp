@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/backend.h"
+#include "core/launch.h"
 #include "gpu/backend.h"
 #include "gpu/kernels.h"
 #include "gpu/any/attention_backward.h"
@@ -74,7 +74,14 @@ bool gemm_ieee_128x256_prefers(const Gemm &g) {
   return 2 * divide_up(g.m, 128) * divide_up(g.n, 256) * g.batch.count > gpu_multiprocessors(g.device.id);
 }
 
+// By whichever row is the best for copies of the operands.
+pydet_status gemm_copied(const Gemm &);
+
 constexpr Kernel<Gemm> kOtherRows[] = {
+    Row("cuda_gemm_sm90_copied", kHalfTypes, Arithmetic::sm90, kSm90a, kAllOfGemm & ~kBatch)
+        .takes(gemm_copied_takes)
+        .prefers(gemm_copied_prefers)
+        .launches(gemm_copied),
     Row("cuda_skinny_gemm_sm90_mma", kHalfTypes, Arithmetic::sm90, kFromSm90, kOneMatrix)
         .takes(skinny_mma_takes)
         .prefers(skinny_mma_prefers)
@@ -123,6 +130,16 @@ constexpr std::array<Kernel<Gemm>, kSkinnyCount + kSm90TileCount + kOtherCount> 
 constexpr auto kGemm =
     gemm_rows(std::make_integer_sequence<int, kSkinnyCount>(), std::make_integer_sequence<int, kSm90TileCount>(),
               std::make_integer_sequence<int, kOtherCount>());
+
+pydet_status gemm_copied(const Gemm &g) {
+  Gemm copied;
+  Choice choice;
+  PYDET_TRY(gemm_copy_operands(g, &copied));
+  return choose(table(kGemm), copied, &choice)->launch(copied, choice);
+}
+uint64_t gemm_copy_workspace(const Device &device, const Matrix &operand) {
+  return is_sm90(device) ? gemm_copied_bytes(operand) : 0;
+}
 
 constexpr uint64_t kScaledTile = kBatch | kBias | kAccumulate;
 constexpr uint64_t kScaledSkinny = kBias | kAccumulate | kColumnScales;
@@ -305,6 +322,10 @@ constexpr Kernel<SoftmaxBackward> kSoftmaxBackward[] = {
 };
 
 constexpr Kernel<HeadRows> kHeadRows[] = {
+    Row("cuda_head_rows_cluster", kUnscaledTypes, Arithmetic::ieee, kSm90, kHeadRowsFeatures)
+        .takes(head_rows_cluster_takes)
+        .prefers(head_rows_cluster_prefers)
+        .launches(head_rows_cluster),
     Row("cuda_head_rows", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kHeadRowsFeatures).launches(head_rows),
 };
 
@@ -505,6 +526,10 @@ constexpr Kernel<ScaledGroupedGemm> kScaledGroupedGemm[] = {
         .launches(scaled_grouped_gemm_ieee_64x64),
 };
 
+constexpr Kernel<AdamW> kAdamW[] = {
+    Row("cuda_adamw", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kMaster).takes(adamw_takes).launches(adamw),
+};
+
 constexpr Kernel<LayerNorm> kLayerNorm[] = {
     Row("cuda_layernorm_held", kUnscaledTypes, Arithmetic::ieee, kFromSm80, kAllOfLayerNorm)
         .takes(layernorm_held_takes)
@@ -608,7 +633,8 @@ bool gemm_begins(const Gemm &g, const char *kernel) {
   return false;
 }
 
-constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins};
+constexpr Hooks<Gemm> kGemmHooks = {round_elements, gemm_sm90_workspace, gemm_begins, gemm_copy_workspace};
+constexpr Hooks<HeadRows> kHeadHooks = {head_loss};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
@@ -626,9 +652,9 @@ constexpr Backend cuda() {
              table(kLayerNormBackward), table(kScaledGroupedGemm), table(kAttention, &kAttentionHooks),
              table(kAttentionBackward, &kAttentionBackwardHooks), table(kActivation), table(kActivationBackward),
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
-             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows),
+             table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows, &kHeadHooks),
              table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward),
-             table(kCausalConv1dBackward), table(kRmsNormQuantize));
+             table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW));
   return backend;
 }
 

@@ -11,6 +11,7 @@
 // their sums through shared memory.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "gpu/nvidia/skinny_mma.h"
 
@@ -233,6 +234,13 @@ __device__ __forceinline__ void multiply(const Gemm &g, const Plan &p, const Lay
   }
 }
 
+// f(integral_constant<int, unit>), of 16, 8 or 4 bytes.
+template <class F> __device__ __forceinline__ void with_unit(int unit, const F &f) {
+  if (unit == 16) f(std::integral_constant<int, 16>());
+  else if (unit == 8) f(std::integral_constant<int, 8>());
+  else f(std::integral_constant<int, 4>());
+}
+
 template <class S>
 __global__ void __launch_bounds__(kMostThreads, 1)
     skinny_mma_kernel(const __grid_constant__ Gemm g, const __grid_constant__ Plan p) {
@@ -249,17 +257,21 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   __syncthreads();
   const int load_thread = int(threadIdx.x) - warps * kWarp;
   if (warp < warps) multiply<S>(g, p, at, warp);
-  else if (load_thread < kWThreads) load_weights<S>(g, p, at, load_thread);
-  else load_x<S>(g, p, at, load_thread - kWThreads);
+  else if (load_thread < kWThreads)
+    with_unit(p.w_unit, [&](auto unit) { load_weights<S, decltype(unit)::value>(g, p, at, load_thread); });
+  else with_unit(p.x_unit, [&](auto unit) { load_x<S, decltype(unit)::value>(g, p, at, load_thread - kWThreads); });
 }
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
-// Whether rows are along k, every piece of 16 bytes aligned.
-bool has_rows(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
-  return (k_stride == 1 || k == 1) && (count == 1 || stride % kPiece == 0) &&
-         reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0;
+// The most bytes, up to 16, at whose multiples each row begins; 0 where rows are not along k, or are of single elements.
+int unit_of(const Matrix &matrix, int64_t count, int64_t stride, int64_t k_stride, int64_t k) {
+  if (k_stride != 1 && k != 1) return 0;
+  const uint64_t bits = reinterpret_cast<uintptr_t>(matrix.data) | (count == 1 ? 0 : uint64_t(stride) * 2);
+  return bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : bits % 4 == 0 ? 4 : 0;
 }
+int unit_of_x(const Gemm &g) { return unit_of(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k); }
+int unit_of_w(const Gemm &g) { return unit_of(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k); }
 
 // How many tiles of 16 rows of w a warp multiplies beside 32 rows of x: two, where a block has warps enough anyway,
 // need a third less of what shared memory can deliver.
@@ -273,6 +285,7 @@ int row_tiles(const Plan &p) {
 Plan plan_of(const Gemm &g) {
   const int64_t sms = std::max(gpu_multiprocessors(g.device.id), 1);
   Plan p = {};
+  p.x_unit = unit_of_x(g), p.w_unit = unit_of_w(g);
   p.parts = 1;
   while (divide_up(g.m, p.parts) > 2 * kTileColumns && divide_up(g.n, 2 * kTileRows) * p.parts * 2 <= sms) p.parts *= 2;
   p.part_rows = int(divide_up(divide_up(g.m, p.parts), kTileColumns)) * kTileColumns;
@@ -331,14 +344,13 @@ template <Type type> pydet_status launch_type(const Gemm &g, const Plan &p) {
 
 bool skinny_mma_takes(const Gemm &g) {
   constexpr int64_t kMost = int64_t(1) << 30;
-  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 &&
-         has_rows(g.a, g.m, g.a.row_stride, g.a.col_stride, g.k) &&
-         has_rows(g.b, g.n, g.b.col_stride, g.b.row_stride, g.k);
+  return g.m <= kMostM && g.k > 0 && g.k <= kMost && g.n <= kMost && g.batch.count == 1 && unit_of_x(g) && unit_of_w(g);
 }
 
-// Few rows, or tiles of gemm_mma.cu that would leave SMs idle.
+// Few rows, tiles of gemm_mma.cu that would leave SMs idle, or that would read single elements.
 bool skinny_mma_prefers(const Gemm &g) {
-  return g.m <= 64 || divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id);
+  return g.m <= 64 || unit_of_x(g) < 16 || unit_of_w(g) < 16 ||
+         divide_up(g.m, 64) * divide_up(g.n, 64) < gpu_multiprocessors(g.device.id);
 }
 
 pydet_status skinny_mma(const Gemm &g) {

@@ -41,6 +41,7 @@ struct Plan {
   int w_stages, x_stages;
   int tiles, blocks;       // tiles: in all
   int steps, chunk_steps;  // chunk_steps = steps without k_chunk
+  int w_unit, x_unit;      // bytes that are copied at once: 16, 8 or 4, as rows begin
 };
 
 // A group's place in a ring of `stages`.
@@ -71,9 +72,18 @@ template <class S> struct Layout {
 
 // ---- Loads -------------------------------------------------------------------------------------------------------
 
-template <bool evict_first>
+// The `valid` first bytes of a piece, and +0 behind them.
+template <bool evict_first, int unit>
 __device__ __forceinline__ void copy_piece(uint32_t to, const void *from, int valid, uint64_t policy) {
-  if constexpr (evict_first)
+  if constexpr (unit < 16)
+#pragma unroll
+    for (int i = 0; i < 16; i += unit) {
+      const int left = valid - i, bytes = left <= 0 ? 0 : left < unit ? left : unit;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to + i),
+                   "l"(static_cast<const char *>(from) + (bytes ? i : 0)), "n"(unit), "r"(bytes)
+                   : "memory");
+    }
+  else if constexpr (evict_first)
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid),
                  "l"(policy)
                  : "memory");
@@ -100,7 +110,7 @@ template <class S, class F> __device__ __forceinline__ void each_stage(const Pla
 
 // One of `threads` threads that fill a stage with `rows` rows of a matrix, from element k of `first_row` on; the
 // stage's other rows, and what lies past its steps, keep whatever they hold.
-template <class S, int threads, bool evict_first>
+template <class S, int threads, bool evict_first, int unit>
 __device__ __forceinline__ void load_stage(uint32_t to, const uint16_t *first_row, int64_t stride, int rows,
                                            int64_t k_end, int start, int steps, int thread, uint64_t policy) {
   constexpr int kRowsAtOnce = threads / S::row_pieces;
@@ -111,10 +121,10 @@ __device__ __forceinline__ void load_stage(uint32_t to, const uint16_t *first_ro
   const uint16_t *from = first_row + first * stride + (valid ? k : 0);
 #pragma unroll 4
   for (int row = first; row < rows; row += kRowsAtOnce, from += kRowsAtOnce * stride)
-    copy_piece<evict_first>(to + place<S>(row, piece), from, valid * 2, policy);
+    copy_piece<evict_first, unit>(to + place<S>(row, piece), from, valid * 2, policy);
 }
 
-template <class S>
+template <class S, int unit>
 __device__ __forceinline__ void load_weights(const Gemm &g, const Plan &p, const Layout<S> &at, int thread) {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -125,8 +135,8 @@ __device__ __forceinline__ void load_weights(const Gemm &g, const Plan &p, const
     const uint16_t *first_row = reinterpret_cast<const uint16_t *>(g.b.data) + n0 * g.b.col_stride;
     each_stage<S>(p, [&](int start, int steps) {
       barrier_wait(at.w_empty(ring.stage), ring.parity ^ 1);
-      load_stage<S, kWThreads, true>(at.w + ring.stage * at.w_bytes, first_row, g.b.col_stride, rows, g.k, start, steps,
-                                     thread, policy);
+      load_stage<S, kWThreads, true, unit>(at.w + ring.stage * at.w_bytes, first_row, g.b.col_stride, rows, g.k, start,
+                                           steps, thread, policy);
       barrier_arrive_after_copies(at.w_full(ring.stage));
       ring.next();
     });
@@ -136,7 +146,7 @@ __device__ __forceinline__ void load_weights(const Gemm &g, const Plan &p, const
   let_next_kernel_start();
 }
 
-template <class S>
+template <class S, int unit>
 __device__ __forceinline__ void load_x(const Gemm &g, const Plan &p, const Layout<S> &at, int thread) {
   wait_for_previous_kernel();
   Cursor ring(p.x_stages, 0, 1);
@@ -145,8 +155,8 @@ __device__ __forceinline__ void load_x(const Gemm &g, const Plan &p, const Layou
     const uint16_t *first_row = reinterpret_cast<const uint16_t *>(g.a.data) + m0 * g.a.row_stride;
     each_stage<S>(p, [&](int start, int steps) {
       barrier_wait(at.x_empty(ring.stage), ring.parity ^ 1);
-      load_stage<S, kXThreads, false>(at.x + ring.stage * at.x_bytes, first_row, g.a.row_stride, rows, g.k, start,
-                                      steps, thread, 0);
+      load_stage<S, kXThreads, false, unit>(at.x + ring.stage * at.x_bytes, first_row, g.a.row_stride, rows, g.k, start,
+                                            steps, thread, 0);
       barrier_arrive_after_copies(at.x_full(ring.stage));
       ring.next();
     });

@@ -211,9 +211,8 @@ pydet_status settings_of(const View &q, const Options &options, const View *cons
   a->window_left = options.window ? options.window_left : kNoWindow;
   a->window_right = options.window ? options.window_right : kNoWindow;
   PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
-  for (const View *view : inputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  for (const View *view : outputs) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  return PYDET_OK;
+  PYDET_TRY(workspace_apart(inputs, options.workspace, options.workspace_size));
+  return workspace_apart(outputs, options.workspace, options.workspace_size);
 }
 
 inline pydet_status attention_of(const AttentionViews &x, const pydet_attention_options &options, Attention *a) {

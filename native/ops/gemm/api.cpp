@@ -175,6 +175,20 @@ pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k
                         options.initial, bytes);
 }
 
+pydet_status pydet_gemm_copy_workspace(const pydet_tensor *operand, uint64_t *bytes) {
+  const char *op = "gemm_copy_workspace";
+  if (!bytes) return fail(PYDET_NULL_POINTER, "%s: bytes is NULL", op);
+  View view;
+  PYDET_TRY(read(op, "operand", kFactor, operand, 1, &view));
+  View *rows[] = {&view};
+  merge_rows(rows, 1);
+  Matrix matrix = {};
+  if (view.ndim == 2) PYDET_TRY(matrix_of(view, &matrix));
+  const auto copy = backend_for(view.device.type)->table<Gemm>().hooks->copy;
+  *bytes = copy && matrix.data ? copy(view.device, matrix) : 0;
+  return PYDET_OK;
+}
+
 pydet_status pydet_skinny_gemm(void *stream, const pydet_tensor *x, const pydet_tensor *w, const pydet_tensor *bias,
                                const pydet_tensor *y, const pydet_skinny_gemm_options *options) {
   return run_skinny_gemm(stream, x, w, bias, y, options);

@@ -46,8 +46,8 @@ template <> struct Operation<Gemm> : AsAsked {
     return true;
   }
   static bool drop_chunks(Gemm &g) { return g.k_chunk != 0 && (g.k_chunk = 0, true); }
-  using Functions = FunctionList<pydet_gemm, pydet_gemm_da, pydet_gemm_db, pydet_gemm_workspace, pydet_skinny_gemm,
-                                 pydet_skinny_gemm_workspace>;
+  using Functions = FunctionList<pydet_gemm, pydet_gemm_da, pydet_gemm_db, pydet_gemm_workspace,
+                                 pydet_gemm_copy_workspace, pydet_skinny_gemm, pydet_skinny_gemm_workspace>;
   static Items<pydet_exchange_method> python();
   static Items<pydet_xla_handler> xla();
 };
@@ -62,6 +62,8 @@ template <> struct Hooks<Gemm> {
   // Whether the kernel that is asked for by name, or else the one that would be chosen, begins at `from` by itself; NULL:
   // none does.
   bool (*begins)(const Gemm &, const char *kernel);
+  // Bytes of a copy of an operand that lies as the best kernels cannot read it, or 0; NULL: they read any.
+  uint64_t (*copy)(const Device &, const Matrix &operand);
 };
 
 // out^T = b^T a^T: a product does not mind the order of its factors, so neither do the bits.

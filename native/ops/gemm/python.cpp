@@ -22,6 +22,28 @@ struct ProductWords {
 constexpr ProductWords kProductWords[] = {
     {"gemm", "a", "b"}, {"gemm_da", "dc", "b"}, {"gemm_db", "a", "dc"}, {"skinny_gemm", "x", "w"}};
 
+// Whether a kernel might want a copy of the operand, which the library says for certain.
+bool may_be_copied(const pydet_tensor &x) {
+  constexpr int64_t kUnit = 16;  // bytes
+  const int64_t size = x.dtype.bits / 8;
+  if ((reinterpret_cast<uintptr_t>(x.data) + x.byte_offset) % kUnit) return true;
+  int64_t dense = 1;
+  bool adjacent = false;  // a dimension whose elements are
+  for (int i = x.ndim - 1; i >= 0; dense *= x.shape[i--]) {
+    const int64_t stride = x.strides ? x.strides[i] : dense;
+    if (x.shape[i] <= 1) continue;
+    if (stride == 1 && !adjacent) adjacent = true;
+    else if (stride == 0 || stride * size % kUnit) return true;
+  }
+  return false;
+}
+
+uint64_t bytes_of_copy(const Library &library, const Operand &operand) {
+  uint64_t bytes = 0;
+  if (!operand.present || !may_be_copied(operand.tensor)) return 0;
+  return library.call<pydet_gemm_copy_workspace>(&operand.tensor, &bytes) == PYDET_OK ? bytes : 0;
+}
+
 template <Product product> Object *call_product(Object *, Object *const *args, intptr_t count, Object *keywords) {
   constexpr ProductWords words = kProductWords[int(product)];
   constexpr bool skinny = product == Product::skinny_gemm;
@@ -74,6 +96,7 @@ template <Product product> Object *call_product(Object *, Object *const *args, i
     pydet_status status = skinny ? library.call<pydet_skinny_gemm_workspace>(batch * m, n, depth, &options, &bytes)
                                  : library.call<pydet_gemm_workspace>(batch, m, n, depth, &plain, &bytes);
     if (status != PYDET_OK) bytes = 0;  // the operation will say it better
+    else if (call.on_gpu() && call.can_allocate()) bytes += bytes_of_copy(library, *x) + bytes_of_copy(library, *y);
     if (!call.make_workspace(bytes, &options.workspace, &options.workspace_size)) return nullptr;
     plain.workspace = options.workspace;
     plain.workspace_size = options.workspace_size;

@@ -1,4 +1,4 @@
-// Argument checks of the head: the operands that both directions have, and its chunks of rows in the workspace.
+// Argument checks of the head: its operands, what is asked of rows, and the sums over rows.
 #pragma once
 
 #include "ops/gemm/check.h"
@@ -6,8 +6,6 @@
 #include "ops/softmax/check.h"
 
 namespace pydet {
-
-// ---- Operands ----------------------------------------------------------------------------------------------------
 
 // [..., K] as one matrix of rows.
 inline pydet_status one_matrix(View *view) {
@@ -26,19 +24,32 @@ inline pydet_status one_matrix(View *view) {
   return PYDET_OK;
 }
 
-// What is there of x, w and bias.
+// The type that logits are rounded to: x's where none is asked for.
+inline pydet_status logits_of(const char *op, pydet_dtype asked, Type of_x, Type *logits) {
+  *logits = of_x;
+  if (asked.bits == 0 && asked.code == 0 && asked.lanes == 0) return PYDET_OK;
+  if (type_of(asked, logits) && (kUnscaledTypes & bit(*logits))) return PYDET_OK;
+  return fail(PYDET_INVALID_DTYPE, "%s: options.logits is %s, want float32, bfloat16 or float16", op,
+              dtype_text(asked).text);
+}
+
+// ---- Operands ----------------------------------------------------------------------------------------------------
+
+// As a caller gave them; `index` is the column of each row, by the name that it has there.
+struct HeadTensors {
+  const pydet_tensor *x, *w, *bias, *index;
+  const char *index_name;
+};
 struct HeadViews {
-  View x, w, bias, index;
+  View given, x, w, bias, index;  // given: x as it is, whose leading dimensions are those of what has a number a row
 };
 
-template <class Options>
-pydet_status read_head(const char *op, void *stream, const pydet_tensor *x_tensor, const pydet_tensor *w_tensor,
-                       const pydet_tensor *bias_tensor, const pydet_tensor *index_tensor, const Options &options,
-                       HeadViews *views, LinearLogProb *p) {
+inline pydet_status read_head(const char *op, void *stream, const HeadTensors &tensors,
+                              const pydet_linear_log_prob_options &options, HeadViews *views, LinearLogProb *p) {
   View &x = views->x, &w = views->w, &bias = views->bias;
-  PYDET_TRY(read(op, "x", kFactor, x_tensor, 1, &x));
-  PYDET_TRY(read(op, "w", kFactor, w_tensor, 2, &w));
-  PYDET_TRY(read_optional(op, "bias", kAddend, bias_tensor, 1, &bias));
+  PYDET_TRY(read(op, "x", kFactor, tensors.x, 1, &x));
+  PYDET_TRY(read(op, "w", kFactor, tensors.w, 2, &w));
+  PYDET_TRY(read_optional(op, "bias", kAddend, tensors.bias, 1, &bias));
   PYDET_TRY(same_device(x, w));
   PYDET_TRY(same_device(x, bias));
   PYDET_TRY(same_type(x, w));
@@ -51,8 +62,9 @@ pydet_status read_head(const char *op, void *stream, const pydet_tensor *x_tenso
   PYDET_TRY(check_workspace(op, options.workspace, options.workspace_size));
 
   WholeNumbers numbers = {};
-  PYDET_TRY(whole_numbers(x, "index", index_tensor, x.shape, x.ndim - 1, true, &numbers));
+  PYDET_TRY(whole_numbers(x, tensors.index_name, tensors.index, x.shape, x.ndim - 1, true, &numbers));
   views->index = numbers.words;
+  views->given = x;
   p->index = {numbers.words.data, numbers.wide};
   PYDET_TRY(one_matrix(&x));
   PYDET_TRY(matrix_of(x, &p->x));
@@ -67,163 +79,85 @@ pydet_status read_head(const char *op, void *stream, const pydet_tensor *x_tenso
   p->kernel = options.kernel;
   p->workspace = options.workspace;
   p->workspace_size = options.workspace_size;
+  return logits_of(op, options.logits, p->x.type, &p->logits);
+}
+
+// One number a row of x as it was given, in fp32.
+inline pydet_status read_of_rows(const View &x, const char *name, const pydet_tensor *tensor, View *vector,
+                                 Vector *data) {
+  PYDET_TRY(read(x.op, name, kNormVector, tensor, 0, vector));
+  PYDET_TRY(one_a_row(x, *vector));
+  *data = vector_of(*vector);
   return PYDET_OK;
 }
 
-// The type that logits are rounded to: x's where none is asked for.
-inline pydet_status logits_of(const char *op, pydet_dtype asked, Type of_x, Type *logits) {
-  *logits = of_x;
-  if (asked.bits == 0 && asked.code == 0 && asked.lanes == 0) return PYDET_OK;
-  if (type_of(asked, logits) && (kUnscaledTypes & bit(*logits))) return PYDET_OK;
-  return fail(PYDET_INVALID_DTYPE, "%s: options.logits is %s, want float32, bfloat16 or float16", op,
-              dtype_text(asked).text);
-}
-
-// ---- Chunks ------------------------------------------------------------------------------------------------------
-
-constexpr uint64_t kHeadAlignment = 256;           // of what lies in the workspace
-constexpr uint64_t kHeadWorkspace = 256ull << 20;  // that a query without a limit means
-constexpr int64_t kHeadCut = kChunkMultiple;       // where a sum over rows may be cut, in any arithmetic
-constexpr int64_t kHeadTile = 128;                 // rows that the kernels like to have
-
-// Elements from one row of a chunk to the next: rows begin where tensor cores can read them.
-inline int64_t head_stride(int64_t n, Type type) {
-  const int64_t unit = 16 / size_of(type);
-  return divide_up(n, unit) * unit;
-}
-
-// Whether softmax's own kernels make all that is asked.
-inline bool head_is_plain(const LinearLogProb &p) {
-  return !p.kernel && !p.asked.scales() && !p.asked.more() && (p.logits == p.x.type || p.logits == Type::f32);
-}
-
-inline bool head_narrows(const LinearLogProb &p) { return p.backward && p.logits != p.x.type; }
-
-// Of `rows` rows of logits, and what else backward keeps of them; kTooMuch where it passes 2^63.
-constexpr uint64_t kTooMuch = ~0ull;
-inline uint64_t head_bytes(const LinearLogProb &p, int64_t rows) {
-  constexpr int64_t kMostColumns = int64_t(1) << 59;
-  if (p.n > kMostColumns) return kTooMuch;
-  const auto of = [&](int64_t width, Type type) {
-    uint64_t bytes = 0;
-    if (__builtin_mul_overflow(uint64_t(rows), uint64_t(width) * uint64_t(size_of(type)), &bytes)) bytes = kTooMuch;
-    return bytes;
-  };
-  uint64_t total = 4 * kHeadAlignment;
-  const uint64_t parts[] = {of(head_stride(p.n, p.logits), p.logits),
-                            head_narrows(p) ? of(head_stride(p.n, p.x.type), p.x.type) : 0,
-                            p.dbias.data ? of(1, p.x.type) : 0};
-  for (uint64_t part : parts)
-    if (__builtin_add_overflow(total, part, &total)) return kTooMuch;
-  return total <= kMaxAddress ? total : kTooMuch;
-}
-
-// How many rows a chunk has, and where its products have room of their own.
-struct HeadChunks {
-  int64_t rows;
-  uint64_t of_products;
+// What is asked of rows beside log_prob: results, or the gradients by them.
+struct AskedViews {
+  View entropy, lse, mean, greedy;
 };
-
-// The bytes that kernels of the products of so many rows can use; of_products is NULL where none wants any.
-using OfProducts = uint64_t (*)(int64_t m, int64_t n, int64_t k, int64_t k_chunk, Arithmetic asked, const char *kernel);
-inline uint64_t head_product_bytes(const LinearLogProb &p, OfProducts of_products, int64_t rows, int64_t columns) {
-  if (!of_products || rows == 0 || p.k == 0) return 0;
-  const auto of = [&](int64_t m, int64_t n, int64_t k) {
-    return of_products(m, n, k, p.k_chunk, p.arithmetic, nullptr);
-  };
-  uint64_t most = of(rows, columns, p.k);
-  if (p.dx.data) most = std::max(most, of(rows, p.k, columns));
-  if (p.dw.data) most = std::max(most, of(columns, p.k, rows));
-  return divide_up(most, kHeadAlignment) * kHeadAlignment;
-}
-
-// The most rows, up to all, that lie in so many bytes.
-inline int64_t head_rows_in(const LinearLogProb &p, uint64_t bytes) {
-  if (head_bytes(p, p.rows) <= bytes) return p.rows;
-  const uint64_t fixed = head_bytes(p, 0), with_one = head_bytes(p, 1), row = with_one - fixed;
-  return bytes <= fixed || with_one == kTooMuch ? 0
-                                                : int64_t(std::min<uint64_t>((bytes - fixed) / row, uint64_t(p.rows)));
-}
-
-// At multiples of so many rows a chunk may end.
-inline int64_t head_unit(const LinearLogProb &p) {
-  if (!p.dw.data && !p.dbias.data) return 1;
-  return p.k_chunk ? p.k_chunk : kHeadCut;
-}
-
-// Chunks as even as can be, in whole tiles where these fit.
-inline pydet_status head_chunks(const char *op, const LinearLogProb &p, OfProducts of_products, HeadChunks *chunks) {
-  *chunks = {};
-  if (p.rows == 0) return PYDET_OK;
-  const int64_t unit = head_unit(p);
-  if (head_bytes(p, std::min(unit, p.rows)) == kTooMuch)
-    return fail(PYDET_OVERFLOW, "%s: the logits of %" PRId64 " rows of %" PRId64 " reach past 2^63 - 1 bytes", op,
-                std::min(unit, p.rows), p.n);
-  int64_t rows = head_rows_in(p, p.workspace_size);
-  const uint64_t wanted = head_product_bytes(p, of_products, rows, p.n);
-  if (wanted && wanted <= p.workspace_size / 4) {
-    const int64_t left = head_rows_in(p, p.workspace_size - wanted);
-    const bool fewer = rows == p.rows && left < rows;  // chunks where there would be one
-    if (left >= std::min(unit, p.rows) && !fewer) rows = left, chunks->of_products = wanted;
-  }
-  if (rows < std::min(unit, p.rows))
-    return fail(PYDET_WORKSPACE_TOO_SMALL,
-                "%s: workspace is %" PRIu64 " bytes, want at least %" PRIu64 " for %" PRId64 " row%s", op,
-                p.workspace_size, head_bytes(p, std::min(unit, p.rows)), std::min(unit, p.rows),
-                unit == 1 ? "" : "s, where a sum over rows may be cut");
-  for (const Matrix *sum : {&p.dw, &p.dbias})
-    if (rows < p.rows && sum->data && sum->type != Type::f32)
-      return fail(PYDET_WORKSPACE_TOO_SMALL,
-                  "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " for all rows at once, or %s in float32, not %s",
-                  op, p.workspace_size, head_bytes(p, p.rows), sum == &p.dw ? "dw" : "dbias", type_name(sum->type));
-  chunks->rows = rows;
-  if (rows == p.rows) return PYDET_OK;
-  int64_t whole = 0;
-  if (__builtin_mul_overflow(unit / gcd(unit, kHeadTile), kHeadTile, &whole) || whole > rows) whole = unit;
-  const int64_t count = divide_up(p.rows, rows / whole * whole);
-  chunks->rows = divide_up(divide_up(p.rows, count), whole) * whole;
+inline pydet_status read_asked(const View &x, const pydet_linear_log_prob_options &options, AskedViews *views,
+                               HeadAsked *asked) {
+  PYDET_TRY(check_scale(x.op, "softcap", options.softcap, true));
+  PYDET_TRY(check_scale(x.op, "temperature", options.temperature, true));
+  asked->softcap = options.softcap;
+  asked->temperature = options.temperature == 1.0f ? 0.0f : options.temperature;
+  if (options.entropy) PYDET_TRY(read_of_rows(x, "entropy", options.entropy, &views->entropy, &asked->entropy));
+  if (options.lse) PYDET_TRY(read_of_rows(x, "lse", options.lse, &views->lse, &asked->lse));
+  if (options.mean) PYDET_TRY(read_of_rows(x, "mean", options.mean, &views->mean, &asked->mean));
+  if (!options.greedy) return PYDET_OK;
+  WholeNumbers numbers = {};
+  PYDET_TRY(whole_numbers(x, "greedy", options.greedy, x.shape, x.ndim - 1, false, &numbers));
+  views->greedy = numbers.words;
+  asked->greedy = numbers.words.data;
   return PYDET_OK;
 }
 
-// ---- Slabs -------------------------------------------------------------------------------------------------------
+// ---- Gradients ---------------------------------------------------------------------------------------------------
 
-// Where chunks would be several, each continues dw, and moves all of it. But while dw is not written yet, its own memory
-// holds the logits of all rows, in slabs of columns (ops/softmax/problem.h): slab 0 is in the workspace, slab c where
-// columns (c - 1) * columns and the next have their part of dw. From the last slab on each is read for the last time when
-// its own part of dw is written, where the slab behind it was: dw is whole chains, written once. The part of the last
-// columns is free until then: there dx is summed over the slabs.
-constexpr int64_t kMostSlabs = 16;
-struct HeadSlabs {
-  int64_t columns, count;  // count: 0 where there are none
-};
-
-// What slab 0 and the ones take, where any workspace may begin; kTooMuch as above.
-constexpr uint64_t kSlabAlignment = 16;
-inline uint64_t head_slab_bytes(const LinearLogProb &p, int64_t columns) {
-  uint64_t slab = 0;
-  if (__builtin_mul_overflow(uint64_t(p.rows), uint64_t(columns), &slab) ||
-      __builtin_mul_overflow(slab, uint64_t(size_of(p.x.type)), &slab) || slab > kMaxAddress / 4)
-    return kTooMuch;
-  const uint64_t ones = p.dbias.data ? uint64_t(p.rows) * uint64_t(size_of(p.x.type)) : 0;
-  return slab + divide_up(ones, kSlabAlignment) * kSlabAlignment;
+// A sum over rows, [N, K] or [N].
+inline pydet_status read_sum(const View &like, const char *name, const pydet_tensor *tensor, int ndim, bool accumulate,
+                             View *sum) {
+  PYDET_TRY(read_optional(like.op, name, kResult, tensor, 1, sum));
+  if (!sum->present()) return PYDET_OK;
+  PYDET_TRY(same_device(like, *sum));
+  PYDET_TRY(want_shape(*sum, like.shape, ndim));
+  PYDET_TRY(unit_last_stride(*sum));
+  if (!accumulate || sum->type == Type::f32) return PYDET_OK;
+  return fail(PYDET_INVALID_DTYPE, "%s: %s is %s, want float32 under accumulate", like.op, name, type_name(sum->type));
 }
 
-// As few as the workspace has room for.
-inline HeadSlabs head_slabs(const LinearLogProb &p) {
-  constexpr int64_t kOfSums = 4;  // bytes of an element of dw
-  const bool sums_in_fp32 = p.dw.type == Type::f32 && (!p.dbias.data || p.dbias.type == Type::f32);
-  if (!p.backward || !p.dw.data || p.accumulate || p.logits != p.x.type || !sums_in_fp32) return {};
-  if (p.rows == 0 || divide_up(p.rows, kOfSums / size_of(p.x.type)) > p.k) return {};
-  if (p.dw.col_stride != 1 || p.dw.row_stride != p.k || reinterpret_cast<uintptr_t>(p.dw.data) % 16) return {};
-  int64_t unit = kSlabColumns;  // where the chain of dx may be cut too
-  if (p.k_chunk && __builtin_mul_overflow(unit / gcd(unit, p.k_chunk), p.k_chunk, &unit)) return {};
-  for (int64_t slabs = 2; slabs <= kMostSlabs && unit < p.n; ++slabs) {
-    const int64_t columns = divide_up(divide_up(p.n, slabs), unit) * unit, count = divide_up(p.n, columns);
-    const int64_t last = p.n - (count - 1) * columns;
-    if (count < 2 || head_slab_bytes(p, columns) > p.workspace_size) continue;
-    if (!p.dx.data || p.dx.type == Type::f32 || last >= p.rows) return {columns, count};
+// What backward writes, each of which may be absent.
+struct GradientTensors {
+  const pydet_tensor *dx, *dw, *dbias;
+};
+struct GradientViews {
+  View dx, dw, dbias;
+};
+
+inline pydet_status read_gradients(const HeadViews &head, const GradientTensors &tensors, bool accumulate,
+                                   GradientViews *views) {
+  View &dx = views->dx;
+  PYDET_TRY(read_optional(head.given.op, "dx", kResult, tensors.dx, 1, &dx));
+  if (dx.present()) {
+    PYDET_TRY(same_device(head.given, dx));
+    PYDET_TRY(want_shape(dx, head.given.shape, head.given.ndim));
+    PYDET_TRY(unit_last_stride(dx));
   }
-  return {};
+  PYDET_TRY(read_sum(head.w, "dw", tensors.dw, 2, accumulate, &views->dw));
+  return read_sum(head.w, "dbias", tensors.dbias, 1, accumulate, &views->dbias);
+}
+
+// Once they are known to lie apart.
+inline pydet_status set_gradients(const GradientViews &views, bool accumulate, LinearLogProb *p) {
+  View dx = views.dx;
+  const View &dw = views.dw, &dbias = views.dbias;
+  PYDET_TRY(one_matrix(&dx));
+  if (dx.present()) PYDET_TRY(matrix_of(dx, &p->dx));
+  if (dw.present()) PYDET_TRY(matrix_of(dw, &p->dw));
+  if (dbias.present()) p->dbias = {dbias.data, dbias.type, 1, dbias.cols(), dbias.cols(), 1};
+  p->backward = true;
+  p->accumulate = accumulate;
+  return PYDET_OK;
 }
 
 }  // namespace pydet

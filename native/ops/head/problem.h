@@ -34,6 +34,7 @@ struct LinearLogProb {
   const char *kernel;  // that makes what is asked of rows, or NULL
   void *workspace;
   uint64_t workspace_size;
+  uint64_t taken;  // bytes of the caller's workspace that are not in this one
 
   uint64_t needs() const { return 0; }
 };
@@ -46,14 +47,15 @@ template <> struct Operation<LinearLogProb> : AsAsked {
          static_cast<const char *>(p.index.data), p.asked.entropy.data, p.asked.lse.data, p.asked.mean.data,
          p.asked.greedy, static_cast<char *>(p.workspace));
   }
-  using Functions =
-      FunctionList<pydet_linear_log_prob, pydet_linear_log_prob_backward, pydet_linear_log_prob_workspace>;
+  using Functions = FunctionList<pydet_linear_log_prob, pydet_linear_log_prob_backward, pydet_linear_log_prob_workspace,
+                                 pydet_linear_cross_entropy, pydet_linear_cross_entropy_backward,
+                                 pydet_linear_cross_entropy_workspace>;
   static Items<pydet_exchange_method> python();
   static Items<pydet_xla_handler> xla();
 };
 
 // Rows of logits x that are scaled, or of which more is asked than softmax's kernels make; of `backward` their gradient y,
-// of any type, which may take the place of x. log_prob may be absent there.
+// of any type, which may take the place of x. log_prob may be absent.
 struct HeadRows {
   Device device;
   void *stream;
@@ -77,6 +79,12 @@ template <> struct Operation<HeadRows> : AlwaysIeee {
     show(p.x.data, p.y.data, static_cast<const char *>(p.index.data), p.log_prob.data, p.dlog_prob.data,
          p.asked.entropy.data, p.asked.lse.data, p.asked.mean.data, p.asked.greedy, p.slabs.first);
   }
+};
+
+struct HeadLoss;                        // ops/head/loss.h
+template <class Problem> struct Hooks;  // core/kernel.h
+template <> struct Hooks<HeadRows> {
+  pydet_status (*loss)(const HeadLoss &);
 };
 
 }  // namespace pydet

@@ -126,9 +126,8 @@ pydet_status check_backward_workspace(const char *op, const Options &options, in
   if (options.workspace_size < needed)
     return fail(PYDET_WORKSPACE_TOO_SMALL, "%s: workspace is %" PRIu64 " bytes, want %" PRIu64 " (pydet_%s_workspace)",
                 op, options.workspace_size, needed, op);
-  for (const View *input : inputs) PYDET_TRY(workspace_apart(*input, options.workspace, options.workspace_size));
-  for (const View *output : outputs) PYDET_TRY(workspace_apart(*output, options.workspace, options.workspace_size));
-  return PYDET_OK;
+  PYDET_TRY(workspace_apart(inputs, options.workspace, options.workspace_size));
+  return workspace_apart(outputs, options.workspace, options.workspace_size);
 }
 
 // Apart from the call itself, so that the views are off the stack when a kernel runs. Without rows, none are left.

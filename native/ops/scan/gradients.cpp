@@ -74,9 +74,8 @@ pydet_status make_room(const View &x, int64_t sequences, const View &b, const ch
   PYDET_TRY(check_extents(x.op, sequences, tokens, heads, width, groups, states, of_states));
   *at = workspace_of(sequences, tokens, heads, width, groups, states);
   PYDET_TRY(place(x.op, options, at));
-  for (const View *view : from) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  for (const View *view : to) PYDET_TRY(workspace_apart(*view, options.workspace, options.workspace_size));
-  return PYDET_OK;
+  PYDET_TRY(workspace_apart(from, options.workspace, options.workspace_size));
+  return workspace_apart(to, options.workspace, options.workspace_size);
 }
 
 }  // namespace

@@ -130,15 +130,12 @@ def _run_forward(
     head = Head(logits_dtype, temperature, softcap, arithmetic, k_chunk, workspace)
     _check(x, w, index, bias, head)
     rows, wanted = _matrix(x), index.reshape(-1).contiguous()
-    kinds = (torch.float32, torch.float32, torch.float32, torch.float32, torch.int64)
-    made = [
-        x.new_empty(index.numel() if asked else 0, dtype=kind)
-        for kind, asked in zip(kinds, (True, entropy, lse, mean, greedy), strict=True)
-    ]
-    names = ("out", "entropy", "lse", "mean", "greedy")
-    given = {name: y for name, y, asked in zip(names, made, (True, entropy, lse, mean, greedy), strict=True) if asked}
+    asked = {"out": True, "entropy": entropy, "lse": lse, "mean": mean, "greedy": greedy}
+    kinds = dict.fromkeys(asked, torch.float32) | {"greedy": torch.int64}
+    made = {name: x.new_empty(index.numel() if asked[name] else 0, dtype=kind) for name, kind in kinds.items()}
+    given = {name: y for name, y in made.items() if asked[name]}
     _linear_log_prob(rows, w, wanted, bias=bias, **given, **head.library_options(w, None))
-    log_prob, *others = (y.view(index.shape) if name in given else y for name, y in zip(names, made, strict=True))
+    log_prob, *others = (y.view(index.shape) if asked[name] else y for name, y in made.items())
     return log_prob, others[0], others[1], others[2], others[3]
 
 

@@ -125,11 +125,16 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
     if (pydet_status status = make_map(tile.name, encode, map_of(g, g.b, b, g.batch.b, tile.n, tile.cluster_m), &p.b))
       return status;
   }
-  const int64_t unit = 16 / size_of(g.out.type);
   p.out_stride = tile.swapped ? g.out.col_stride : g.out.row_stride;
-  const int64_t out_rows = tile.swapped ? g.n : g.m;
-  p.out_aligned = reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && (out_rows == 1 || p.out_stride % unit == 0);
-  for (int i = 0; i < g.batch.dims; ++i) p.out_aligned &= g.batch.out[i] % unit == 0;
+  const int64_t out_rows = tile.swapped ? g.n : g.m, out_size = size_of(g.out.type);
+  // Whether rows of out begin at multiples of so many elements.
+  const auto aligned_to = [&](int64_t unit) {
+    bool aligned = reinterpret_cast<uintptr_t>(g.out.data) % uintptr_t(unit * out_size) == 0 &&
+                   (out_rows == 1 || p.out_stride % unit == 0);
+    for (int i = 0; i < g.batch.dims; ++i) aligned &= g.batch.out[i] % unit == 0;
+    return aligned;
+  };
+  p.out_aligned = aligned_to(16 / out_size);
   // Where an operand has its rows or columns adjacent, the copy engine faults on a box that begins between two units; and
   // a tile's part of a row of out is stored from one on.
   p.rows_move = g.m % kUnit == 0 || (a.k_adjacent && !tile.swapped);
@@ -166,7 +171,7 @@ pydet_status sm90_plan(const Gemm &g, const Sm90Operands &operands, int tile_ind
   p.producers = tile.m * tile.n <= 128 * 96 ? 2 : 1;
   const int64_t adjacent = tile.swapped ? g.m : g.n;
   p.out_halves = p.out_aligned && g.out.type == g.a.type && adjacent % kUnit == 0 && p.bias_way != BiasWay::any;
-  p.out_fours = p.out_aligned && adjacent % 4 == 0;
+  p.out_fours = aligned_to(4) && adjacent % 4 == 0;
   p.out_singles = p.out_fours && g.out.type == Type::f32 && p.bias_way != BiasWay::any;
   p.from_pairs = g.from.data
                      ? adjacent % 4 == 0 && p.from_stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.from) % 16 == 0
