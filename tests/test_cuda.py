@@ -802,8 +802,8 @@ def test_skinny_mma_in_every_cut(torch, skinny_mma, dtype, k_chunk):
 @pytest.mark.parametrize("k_chunk", [None, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_skinny_mma_bias_and_strides(torch, skinny_mma, dtype, k_chunk):
-    """A bias for each column and a full one, of every type; results of every type; padded and shared rows, at multiples of 16,
-    8 and 4 bytes; K that is no multiple of a piece; adding to y; and nothing written beside it."""
+    """A bias for each column and a full one, of every type; results of every type; padded and shared rows, at
+    multiples of 16, 8 and 4 bytes; K that is no multiple of a piece; adding to y; and nothing written beside it."""
     dtype, n, k = getattr(torch, dtype), 333, 1411
     types = [torch.float32, torch.bfloat16, torch.float16]
     x, w = operands(torch, 128, n + 3, 1440, dtype)

@@ -227,11 +227,6 @@ class PythonCall {
     *value = f32_from_f64(number);
     return true;
   }
-  bool double_of(const char *name, Object *object, double *value) {
-    if (!object) return true;
-    *value = python().PyFloat_AsDouble(object);
-    return *value != -1 || !python().PyErr_Occurred() || refuse(name, "no number");
-  }
   bool text_of(const char *name, Object *object, const char **value) {
     if (!given(object)) return true;
     intptr_t length = 0;
