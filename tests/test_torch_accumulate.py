@@ -596,6 +596,28 @@ def test_a_head_that_was_written_before_backward():
         loss.backward()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_tokens_ahead_of_sequences(bias):
+    """As Longformer and LED call their linear layers, on [T, B, K]: one batch is its sequences one by one."""
+
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = pt.Linear(16, 8, bias=bias)
+
+        def forward(self, x):
+            return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+    torch.manual_seed(0)
+    net, x = Turned(), normal(3, 32, 16)
+    found = pt.accumulate_gradients(net)
+    whole = sums_of(net, found, {"x": x}, 3)
+    for cut in (1, [1, 2]):
+        for name, y in sums_of(net, found, {"x": x}, cut).items():
+            same(y, whole[name])
+    holds_the_gradient(net, x)
+
+
 # ---- What a batch shares ---------------------------------------------------------------------------------------------
 
 

@@ -240,6 +240,12 @@ def _read(ctx: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter if ctx.needs_input_grad[0] else None
 
 
+def _is_turned(x: torch.Tensor) -> bool:
+    """``[T, B, K]`` that is a view of ``[B, T, K]``, as in Longformer's attention, whose tokens of a sequence are not
+    together."""
+    return x.dim() == 3 and x.shape[1] > 1 and x.stride() == (x.shape[2], x.shape[0] * x.shape[2], 1)
+
+
 def _as_matrix(w: torch.Tensor) -> torch.Tensor:
     return w if w.dim() == 2 else w.flatten(1)
 
@@ -272,6 +278,8 @@ class AccumulatingLinear(torch.autograd.Function):
         rows, dx = _rows(dy.to(x.dtype)), None
         if ctx.needs_input_grad[0]:
             dx = pydet.gemm(rows, _as_matrix(factor.detach().to(x.dtype)), **ctx.options).view(x.shape)
+        if _is_turned(x):  # sequences one after another
+            rows, x = _rows(dy.to(x.dtype).transpose(0, 1)), x.transpose(0, 1)
         if w.requires_grad:
             total = sum_of(w, ctx.part)
             out = _as_matrix(total)
