@@ -3,7 +3,7 @@
 Each family is made with random weights, two layers of width 32, in float32 and bfloat16, converted, with pydet's
 attention, and runs under override_aten(). A cell is the number of elements that differ, in float32 and in bfloat16:
 
-- alone: logits of three sequences, one of them padded on the left, in a batch and each alone (`pydet.torch.check`).
+- alone: logits of three sequences, one of them padded, in a batch and each alone (`pydet.torch.check`).
 - decode: logits of tokens that came one by one, with a cache, and in one prefill.
 - odd: as alone, at widths that are no multiples of 8, alone on 1 and in the batch on 2 threads of PyTorch.
 - training: gradients of all parameters, of a batch and of its sequences one by one (`accumulate_gradients`).
@@ -83,14 +83,48 @@ FAMILIES = [
     "zamba2",
     "nemotron_h",
     "granitemoehybrid",
+    "falcon_mamba",
+    "apertus",
+    "arcee",
+    "bitnet",
+    "cohere2_moe",
+    "ctrl",
+    "cwm",
+    "deepseek_v2",
+    "diffllama",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "jetmoe",
+    "modernbert-decoder",
+    "phimoe",
+    "seed_oss",
+    "deepseek_v32",
+    "bert",
+    "roberta",
     "doge",
     "t5",
     "mt5",
+    "umt5",
     "switch_transformers",
+    "bart",
+    "mbart",
+    "marian",
+    "pegasus",
+    "whisper",
     "swin",
 ]
+OF_T5 = ("t5", "mt5", "umt5", "switch_transformers")
+OF_BART = ("bart", "mbart", "marian", "pegasus", "whisper")
 AUTO = {  # of what is no decoder
-    **dict.fromkeys(("t5", "mt5", "switch_transformers"), "AutoModelForSeq2SeqLM"),
+    **dict.fromkeys((*OF_T5, *OF_BART), "AutoModelForSeq2SeqLM"),
+    **dict.fromkeys(("bert", "roberta"), "AutoModelForMaskedLM"),
+    "whisper": "AutoModelForSpeechSeq2Seq",
     "swin": "AutoModelForImageClassification",
 }
 SIZES = {
@@ -146,7 +180,16 @@ OWN = {  # what else a family wants to be minute
             **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")),
             **{"decoder_start_token_id": 0},
         }
-        for name in ("t5", "mt5", "switch_transformers")
+        for name in OF_T5
+    },
+    **{
+        name: {
+            **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2},
+            **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")),
+            **{"num_mel_bins": 8, "max_source_positions": 256, "max_target_positions": 256},
+        }
+        for name in OF_BART
     },
     "swin": {
         **{"image_size": 64, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
@@ -167,7 +210,9 @@ OWN_ODD = {
     **{name: {"hidden_size": 40} for name in ("falcon", "helium", "olmoe")},
     **{name: {"partial_rotary_factor": 0.4} for name in ("phi", "nemotron", "glm", "glm4")},
     "persimmon": {"hidden_size": 40, "partial_rotary_factor": 0.4},
-    **{name: {"d_model": 36, "d_kv": 10, "d_ff": 50} for name in ("t5", "mt5", "switch_transformers")},
+    **{name: {"d_model": 36, "d_kv": 10, "d_ff": 50} for name in OF_T5},
+    **{name: {"d_model": 36, "encoder_ffn_dim": 50, "decoder_ffn_dim": 50} for name in OF_BART},
+    **{name: {"hidden_size": 40} for name in ("bitnet", "modernbert-decoder")},
     "swin": {"embed_dim": 36},
     "zamba2": {"hidden_size": 36, "n_mamba_heads": 9},
     "granitemoehybrid": {"hidden_size": 36, "mamba_n_heads": 9},
@@ -204,6 +249,10 @@ def batch_of(model: torch.nn.Module, rows: int, tokens: int) -> dict[str, torch.
         size = model.config.image_size
         return {"pixel_values": torch.randn(rows, 3, size, size).to(model.dtype)}
     batch = {"input_ids": ids_of(model, rows, tokens), "use_cache": False}
+    if model.main_input_name == "input_features":
+        length = 2 * model.config.max_source_positions
+        batch["input_features"] = torch.randn(rows, model.config.num_mel_bins, length).to(model.dtype)
+        del batch["input_ids"]
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids_of(model, rows, tokens)
     return batch
@@ -216,9 +265,10 @@ def cut(batch: dict[str, torch.Tensor | bool], rows: int) -> list[dict[str, torc
 
 
 def seen(model: torch.nn.Module) -> pydet.torch.Check:
-    """Three sequences, of which the second is padded on the left; or three images."""
+    """Three sequences, of which the second is padded on the left, or on the right where the family counts positions
+    from the left whatever the mask is; or three images, or sounds."""
     batch, mask = batch_of(model, 3, 11), torch.ones(3, 11, dtype=torch.long)
-    mask[1, :4] = 0
+    mask[1, slice(7, None) if model.config.model_type in OF_BART else slice(4)] = 0
     if "input_ids" in batch:
         batch["attention_mask"] = mask
     with pydet.torch.override_aten():
@@ -261,9 +311,8 @@ def gradients_that_differ(model: torch.nn.Module) -> dict[str, tuple[int, str]]:
     grad; and what it said of the parameter as it was switched on."""
     found, tokens = pydet.torch.accumulate_gradients(model), pydet.DWEIGHT_ROWS
     batch = batch_of(model, 2, tokens)
-    if takes_places(model):
-        batch["position_ids"] = torch.arange(tokens).expand(2, tokens)
-    labels = batch["input_ids"] if "input_ids" in batch else torch.arange(2)[:, None]
+    tokens_of = [batch[name] for name in ("decoder_input_ids", "input_ids") if name in batch]
+    labels = tokens_of[0] if tokens_of else torch.arange(2)[:, None]
 
     def gradients(rows: int) -> dict[str, torch.Tensor]:
         for parameter in found:
@@ -278,7 +327,7 @@ def gradients_that_differ(model: torch.nn.Module) -> dict[str, tuple[int, str]]:
         return {name: x.clone() for name, x in both.items() if x is not None}
 
     whole, parts = gradients(2), gradients(1)
-    said = {**dict.fromkeys(found.outside, "in grad"), **dict.fromkeys(found.spread, "shared by a batch")}
+    said = {**dict.fromkeys(found.outside, "in grad"), **dict.fromkeys(found.summed, "summed by PyTorch")}
     differ = {name: int((whole[name] != parts[name]).sum()) for name in whole}
     return {name: (n, said.get(name, "not named")) for name, n in differ.items() if n}
 
@@ -369,17 +418,18 @@ def page(rows: list[list[str]]) -> str:
         "`python -m bench.families` makes this page. It makes minute models with random weights, two layers of width\n"
         "32, converts them, and runs them under `override_aten()` with pydet's attention. A cell has the number of\n"
         "elements that differ in float32, and in bfloat16.\n\n"
-        "- alone: logits of three sequences, one padded on the left, in a batch and each alone, with its padding and\n"
-        "  without it.\n"
+        "- alone: logits of three sequences, one padded on the left (of BART and its like on the right, since they\n"
+        "  count positions from there), in a batch and each alone, with its padding and without it.\n"
         "- decode: logits of tokens that came one by one, with a cache, and in one prefill; of T5 and its like in the\n"
         "  decoder.\n"
         "- odd: as alone, at widths that are no multiples of 8, alone on one thread and in the batch on two.\n"
-        "- training: gradients of all parameters, of a batch and of its sequences one by one.\n\n"
+        "- training: gradients of all parameters, of a batch and of its sequences one by one, without\n"
+        "  `position_ids`.\n\n"
         "`-` is what did not run so minute. From stock: the largest difference of a logit, and the largest logit;\n"
         "where a router chooses, rounding may change its choice in bfloat16. Left to PyTorch: the classes of modules\n"
         "whose own code calls operators of PyTorch that sum, choose or depend on a place, without embeddings; and the\n"
         "parameters whose gradients differ, with what `accumulate_gradients` says of them: it stays in `grad`\n"
-        "(`outside`), or a batch shares rows, whose gradients PyTorch sums before (`spread`).\n\n"
+        "(`outside`), or PyTorch sums it over the batch before (`summed`).\n\n"
         f"{versions}: {ran} families ran; of {len(cells)} cells {counted['0']} are 0,\n"
         f"{counted['refused']} refused, and {other} have elements that differ.\n\n" + table(rows)
     )

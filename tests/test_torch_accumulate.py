@@ -118,7 +118,7 @@ def test_embeddings_whose_rows_a_batch_may_share_are_named(transformers):
     found = pt.accumulate_gradients(model)
     bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert set(found.spread) == {f"encoder.{bias}", f"decoder.{bias}"} and not found.outside
-    assert f"  decoder.{bias} of Embedding: rows that a batch shares are summed over it before" in str(found)
+    assert f"  decoder.{bias} of Embedding: where a batch shares it, its gradient is summed sequence" in str(found)
 
 
 @pytest.mark.parametrize("kind", [pt.RMSNorm, pt.LayerNorm])
@@ -379,6 +379,28 @@ def test_a_fused_head_adds_to_the_heads_part():
             same(x, y)
 
 
+def test_tied_to_a_module_that_does_not_read_it():
+    """As the bias of BERT's decoder is to that of its head."""
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder, self.bias = pt.Linear(16, 8), torch.nn.Parameter(torch.zeros(8))
+            self.decoder.bias = self.bias
+
+        def forward(self, x):
+            return self.decoder(x)
+
+    class Reads(Head):
+        def forward(self, x):
+            return self.decoder(x) + self.bias
+
+    net = Head()
+    assert len(pt.accumulate_gradients(net)) == 2
+    holds_the_gradient(net, normal(12, 16))
+    refuses(r"decoder\.bias is tied to \.bias of \S+Reads,", pt.accumulate_gradients, Reads())
+
+
 def test_tied_to_what_takes_no_part():
     net = torch.nn.Module()
     net.own, net.plain = pt.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
@@ -572,3 +594,218 @@ def test_a_head_that_was_written_before_backward():
         head[0].weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tokens_ahead_of_sequences(bias):
+    """As Longformer and LED call their linear layers, on [T, B, K]: one batch is its sequences one by one."""
+
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = pt.Linear(16, 8, bias=bias)
+
+        def forward(self, x):
+            return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+    torch.manual_seed(0)
+    net, x = Turned(), normal(3, 32, 16)
+    found = pt.accumulate_gradients(net)
+    whole = sums_of(net, found, {"x": x}, 3)
+    for cut in (1, [1, 2]):
+        for name, y in sums_of(net, found, {"x": x}, cut).items():
+            same(y, whole[name])
+    holds_the_gradient(net, x)
+
+
+# ---- What a batch shares ---------------------------------------------------------------------------------------------
+
+
+class Positions(torch.nn.Module):
+    """Adds what it makes of a table once, by way of `made`, to a batch."""
+
+    def __init__(self, made=lambda rows: rows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places, self.out = torch.nn.Embedding(9, 16), torch.nn.Embedding(32, 16), pt.Linear(16, 8)
+        self.made = made
+
+    def get_input_embeddings(self):
+        return self.tokens
+
+    def forward(self, ids):
+        return self.out(self.tokens(ids) + self.made(self.places(torch.arange(ids.shape[1]))))
+
+
+def sums_of(net, found, given, cut):
+    """main_grad of every parameter, after the parts of a batch."""
+    for p in found:
+        p.main_grad.zero_()
+    for part in zip(*(x.split(cut) for x in given.values()), strict=True):
+        with pt.override_aten():
+            result = net(**dict(zip(given, part, strict=True)))
+            result = result if torch.is_tensor(result) else result[0]
+            (result.float() ** 3).sum().backward()
+    return {name: p.main_grad.clone() for name, p in net.named_parameters() if any(p is one for one in found)}
+
+
+def is_summed_sequence_after_sequence(net, given, names):
+    found = pt.accumulate_gradients(net)
+    assert set(found.spread) == set(names) and not found.outside
+    whole = sums_of(net, found, given, 3)
+    assert all(whole[name].any() for name in names) and all(p.grad is None for p in found)
+    for cut in (1, [1, 2], [2, 1]):
+        for name, x in sums_of(net, found, given, cut).items():
+            assert torch.equal(x, whole[name]), f"{name}, cut {cut}"
+    return found, whole
+
+
+BY_CODE = {  # and whether it is seen through
+    "nothing": (lambda rows: rows, True),
+    "a batch of one": (lambda rows: rows[None], True),
+    "views": (lambda rows: rows.t().unsqueeze(0).permute(0, 2, 1).contiguous().view(1, *rows.shape), True),
+    "places by number": (lambda rows: rows[torch.arange(len(rows)).flip(0)], True),
+    "another type": (lambda rows: rows.to(torch.float64).float(), True),
+    "functions": (lambda rows: torch.nn.functional.softplus(torch.tanh(2 * rows[None]) + 0.5).exp(), True),
+    "a sum": (lambda rows: rows.cumsum(0), False),
+    "what was written": (lambda rows: rows.mul_(2), False),
+    "a view of what was written": (lambda rows: [rows[None], rows.mul_(2)][0], False),
+    "beside a constant": (lambda rows: rows + torch.ones(16), False),
+    "beside itself": (lambda rows: rows * rows, False),
+    "a product": (lambda rows: rows @ torch.eye(16), False),
+}
+
+
+@pytest.mark.parametrize("code", BY_CODE)
+def test_rows_that_a_batch_shares(code):
+    made, sees = BY_CODE[code]
+    net, given = Positions(made), {"ids": torch.randint(0, 9, (3, 32))}
+    if sees:
+        found, whole = is_summed_sequence_after_sequence(net, given, ["places.weight"])
+        assert not found.summed and "0 came summed by PyTorch" in str(found)
+    else:
+        found = pt.accumulate_gradients(net)
+        whole = sums_of(net, found, given, 3)
+        assert found.summed == {"places.weight": 1} and "places.weight of Embedding" in str(found)
+        assert "1 came summed by PyTorch" in str(found)
+    for module in net.modules():
+        module.accumulates = False
+    (net(**given).float() ** 3).sum().backward()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_order_of_sequences_it_differs(monkeypatch):
+    """What the tests here would see."""
+    monkeypatch.setattr("pydet.torch.shared.spread", lambda x, shape: x)
+    with pytest.raises(AssertionError, match=r"places\.weight, cut"):
+        is_summed_sequence_after_sequence(Positions(), {"ids": torch.randint(0, 9, (3, 32))}, ["places.weight"])
+
+
+def test_one_use_by_several_layers_is_one_sum():
+    """T5 hands one bias from layer to layer: a sequence's shares of it are added before those of the next."""
+
+    class Twice(Positions):
+        def forward(self, ids):
+            x, places = self.tokens(ids), self.places(torch.arange(ids.shape[1]))
+            return self.out((x + places) * (x - places))
+
+    class Views(Positions):
+        def forward(self, ids):
+            x, places = self.tokens(ids), self.places(torch.arange(ids.shape[1]))[None]
+            return self.out((x + places[..., :16].exp()) * (x - places[..., :16].exp()))
+
+    for kind in (Twice, Views):
+        found, _ = is_summed_sequence_after_sequence(
+            kind(), {"ids": torch.randint(0, 9, (3, 32))}, ["places.weight"]
+        )
+        assert not found.summed
+
+
+def test_padding_of_a_table_has_no_gradient():
+    net, ids = Positions(lambda rows: rows.t().contiguous().t()), torch.randint(0, 9, (3, 32))
+    net.places = torch.nn.Embedding(32, 16, padding_idx=3)
+    _, whole = is_summed_sequence_after_sequence(net, {"ids": ids}, ["places.weight"])
+    assert not whole["places.weight"][3].any() and whole["places.weight"][4].any()
+
+
+def test_a_table_that_is_not_trained():
+    net = Positions()
+    net.places.requires_grad_(False)
+    pt.accumulate_gradients(net)
+    net(torch.randint(0, 9, (3, 32))).sum().backward()
+    assert not net.places.weight.main_grad.any() and net.tokens.weight.main_grad.any()
+
+
+WIDTHS = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "d_model": 32, "d_kv": 8},
+    **{"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_ff": 48},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 256, "use_cache": False},
+    **{"num_mel_bins": 8, "max_target_positions": 256, "dropout_rate": 0.0},
+}
+NO_SIZES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"))  # those have other names
+SHARING = {  # models, and how many of their parameters
+    "gpt2": ({}, 1),
+    "bart": ({}, 2),
+    "bert": ({}, 2),
+    "t5": ({**NO_SIZES, "num_heads": 4, "num_layers": 2}, 2),
+    "whisper": ({}, 1),
+    "apertus": ({"num_key_value_heads": 2}, 2),
+    "doge": ({"num_key_value_heads": 2, "head_dim": 8}, 3),
+    "swin": ({**NO_SIZES, "image_size": 64, "embed_dim": 32, "depths": [2], "num_heads": [4], "window_size": 4}, 2),
+}
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_what_a_model_shares_with_a_batch(need, family):
+    """As trainers call them: without position_ids."""
+    try:
+        import transformers
+    except ImportError:
+        need(False, "models", "no Transformers here")
+    own, count = SHARING[family]
+    torch.manual_seed(0)
+    sizes = {name: x for name, x in {**WIDTHS, **own}.items() if x is not None}
+    model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[family](**sizes)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    pt.register_attention()
+    for part in model.modules():  # Transformers before 5.20 passes by T5's stacks
+        if hasattr(part, "set_attn_implementation"):
+            part.set_attn_implementation("pydet")
+    pt.convert(model)
+    tokens = torch.randint(3, 64, (3, pydet.DWEIGHT_ROWS))
+    given = {"input_ids": tokens}
+    if family in ("t5", "bart", "whisper"):
+        given["decoder_input_ids"] = tokens.flip(1)
+    if family == "whisper":
+        given = {"input_features": normal(3, 8, 512), **given}
+        del given["input_ids"]
+    if family == "swin":
+        given = {"pixel_values": normal(3, 3, 64, 64)}
+    names = [name for name, p in model.named_parameters() if shared_name(name) and p.requires_grad]
+    assert len(names) == count
+    found, _ = is_summed_sequence_after_sequence(model, given, names)
+    assert not found.summed
+
+
+def shared_name(name):
+    ends = ("wpe.weight", "_positions.weight", "position_embeddings.weight", "type_embeddings.weight", "residual", ".A")
+    return name.endswith((*ends, "attention_bias.weight", "bias_table", "alpha_p", "alpha_n"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_rows_that_a_batch_shares_in_a_compiled_model(backend):
+    """The modules stay in eager mode, and what they give goes on into a graph."""
+    torch._dynamo.reset()
+    net, given = Positions(lambda rows: rows.t().t()[None]), {"ids": torch.randint(0, 9, (3, 32))}
+    found, whole = is_summed_sequence_after_sequence(net, given, ["places.weight"])
+    compiled = torch.compile(net, backend=backend)
+    for p in found:
+        p.main_grad.zero_()
+    for part in given["ids"].split(1):
+        with pt.override_aten():
+            (compiled(part).float() ** 3).sum().backward()
+    same(net.places.weight.main_grad, whole["places.weight"])
+    assert not found.summed

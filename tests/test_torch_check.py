@@ -264,7 +264,7 @@ def test_what_is_left_to_pytorch_is_named_by_what_it_calls():
     class Convolved(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv = torch.nn.Conv1d(16, 16, 3, padding=1)
+            self.conv = torch.nn.Conv1d(16, 16, 5, padding=2)
 
         def forward(self, x):
             return self.conv(x.transpose(1, 2)).transpose(1, 2)

@@ -225,7 +225,7 @@ def network(kind):
 
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 16, bias=False))
-    net.append(torch.nn.Conv1d(1, 8, 1))  # which keeps its grad
+    net.append(torch.nn.Conv1d(1, 8, 1, dilation=2))  # which keeps its grad
     net = net.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     pydet.torch.convert(net)
     return net

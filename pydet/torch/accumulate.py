@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -100,10 +101,16 @@ class _FromOutside:
 class Accumulation:
     """What a module has as ``accumulates``: its parameters that have sums, by name. Those of a copied module have sums
     of their own, from zeros, made in its first backward; those of a pickled one keep theirs. A module that has another
-    ``accumulates`` again, as False, lets this one go, and with it the hooks. ``part`` is that of its weight."""
+    ``accumulates`` again, as False, lets this one go, and with it the hooks. ``part`` is that of its weight. ``shares``
+    says that a batch may share what the module makes of its parameters, and ``summed`` counts, by name, how often the
+    gradient of that came summed by PyTorch."""
 
-    def __init__(self, parameters: dict[str, Any], part: Part = None, multiplies: bool = True) -> None:
-        self.parameters, self.part, self.multiplies = parameters, part, multiplies
+    def __init__(
+        self, parameters: dict[str, Any], part: Part = None, multiplies: bool = True, shares: bool = False
+    ) -> None:
+        self.parameters, self.part, self.multiplies, self.shares = parameters, part, multiplies, shares
+        self.own = {name.rpartition(".")[2]: name for name in parameters}
+        self.summed: Counter[str] = Counter()
         for name, parameter in parameters.items():
             parameter.pydet_accumulates = True
             if multiplies and parameter.dim() > 1:
@@ -115,10 +122,10 @@ class Accumulation:
 
     def __deepcopy__(self, memo: Any) -> Accumulation:
         own = {name: copy.deepcopy(x, memo) for name, x in self.parameters.items()}
-        return Accumulation(own, self.part, self.multiplies)
+        return Accumulation(own, self.part, self.multiplies, self.shares)
 
     def __reduce__(self) -> Any:
-        return Accumulation, (self.parameters, self.part, self.multiplies)
+        return Accumulation, (self.parameters, self.part, self.multiplies, self.shares)
 
 
 def part_of(module: Any) -> Part:
@@ -240,8 +247,19 @@ def _read(ctx: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter if ctx.needs_input_grad[0] else None
 
 
+def _is_turned(x: torch.Tensor) -> bool:
+    """``[T, B, K]`` that is a view of ``[B, T, K]``, as in Longformer's attention, whose tokens of a sequence are not
+    together."""
+    return x.dim() == 3 and x.shape[1] > 1 and x.stride() == (x.shape[2], x.shape[0] * x.shape[2], 1)
+
+
+def _as_matrix(w: torch.Tensor) -> torch.Tensor:
+    return w if w.dim() == 2 else w.flatten(1)
+
+
 class AccumulatingLinear(torch.autograd.Function):
-    """:func:`pydet.torch.linear` whose backward continues the sums in its parameters' ``main_grad``."""
+    """:func:`pydet.torch.linear` whose backward continues the sums in its parameters' ``main_grad``. w is a
+    matrix, or ``[N, ...]`` of a convolution, of which the rest is a row."""
 
     @staticmethod
     def forward(
@@ -259,16 +277,22 @@ class AccumulatingLinear(torch.autograd.Function):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x, _read(ctx, w))
         ctx.w, ctx.bias, ctx.part, ctx.options = w, bias, part, {"arithmetic": arithmetic, "k_chunk": k_chunk}
-        return torch.ops.pydet.skinny_gemm(x, w.to(read_as or w.dtype), bias, None, arithmetic, k_chunk)
+        return torch.ops.pydet.skinny_gemm(x, _as_matrix(w.to(read_as or w.dtype)), bias, None, arithmetic, k_chunk)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, factor), w, bias = ctx.saved_tensors, ctx.w, ctx.bias
         rows, dx = _rows(dy.to(x.dtype)), None
         if ctx.needs_input_grad[0]:
-            dx = pydet.gemm(rows, factor.detach().to(x.dtype), **ctx.options).view(x.shape)
+            dx = pydet.gemm(rows, _as_matrix(factor.detach().to(x.dtype)), **ctx.options).view(x.shape)
+        if _is_turned(x):  # sequences one after another
+            rows, x = _rows(dy.to(x.dtype).transpose(0, 1)), x.transpose(0, 1)
         if w.requires_grad:
-            pydet.gemm_db(rows, _rows(x), out=sum_of(w, ctx.part), accumulate=True, **ctx.options)
+            total = sum_of(w, ctx.part)
+            out = _as_matrix(total)
+            pydet.gemm_db(rows, _rows(x), out=out, accumulate=True, **ctx.options)
+            if out.data_ptr() != total.data_ptr():  # of a convolution whose channels are adjacent
+                total.copy_(out.view(total.shape))
             fold(w, ctx.part)
         if bias is not None and bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])

@@ -21,6 +21,7 @@ from pydet.torch.accumulate import AccumulatingAttention
 from pydet.torch.mask import All, Causal, Mask, elements_of, given, say
 from pydet.torch.ops.attention import padded
 from pydet.torch.ops.register import straight
+from pydet.torch.shared import over_batch
 from pydet.torch.stock import registered
 
 Tensor: TypeAlias = torch.Tensor
@@ -70,7 +71,8 @@ def attention(
             Beside a mask its rows are computed one by one where they do not begin and end together. Its gradient is
             made of products and sums of its own (``torch.ops.pydet.attention_bias_backward``), in memory for a
             sequence's scores, and is the sum over what the bias is spread over, sequences in order; so micro-batches
-            of a bias that all sequences share have other bits than one batch.
+            of a bias that all sequences share have other bits than one batch, unless :func:`accumulate_gradients`
+            sums it (T5's).
         causal: query i sees no key after ``K - Q + i``; with `allowed` both hold.
         arithmetic: as in :func:`pydet.gemm`.
         kv_chunk: keys of a segment, as in :func:`pydet.attention`.
@@ -358,6 +360,7 @@ def register_attention(
             window = None if sliding_window is None else _check_window(sliding_window)
             return _of_batching(query, key, value, batch, window, how), None
         check_options(options)
+        attention_mask, position_bias = (over_batch(x, query.shape[0]) for x in (attention_mask, position_bias))
         # What a model asked for has its window; some give attention a window beside a mask without one, for flash.
         if asked := isinstance(attention_mask, Mask):
             attention_mask, causal = _read(attention_mask, query, key)

@@ -16,6 +16,7 @@ from pydet.hooks import unknown
 from pydet.ops import Arithmetic
 from pydet.torch import alibi, checking, code, experts, experts_fp8, scans
 from pydet.torch.checking import Check
+from pydet.torch.convolutions import Convolution, convolution_class
 from pydet.torch.experts_fp8 import Fp8Experts
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.modules import Activation, Conv1D, LayerNorm, Linear, OffsetLayerNorm, RMSNorm
@@ -187,6 +188,7 @@ def _becomes(
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
     own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary | scans.Scan
+    own_kinds |= Convolution
     if isinstance(module, alibi.MptAttention):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
@@ -205,6 +207,8 @@ def _becomes(
         return _obstacle(module) or (ours, how)
     if kind is torch.nn.LayerNorm or ours is OffsetLayerNorm:
         return _obstacle(module) or _layer_norm(module, ours or LayerNorm)
+    if may_multiply and (convolution := convolution_class(module)) is not None:
+        return _obstacle(module) or (convolution[0], {**convolution[1], **how})
     if (embedding := rotary_class(module)) is not None:
         return _obstacle(module) or embedding
     if (mixer := scans.scan_class(module)) is not None:
@@ -445,8 +449,9 @@ def convert(
     strict: bool = False,
     sample: Any = None,
 ) -> Conversion:
-    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, experts with their routers, MPT's
-    attention and the cosines of rotary embeddings pydet's.
+    """Makes linear layers, LayerNorms, RMSNorms by any name, GPT-2's Conv1D, convolutions of patches and those of
+    sequences where windows overlap little, experts with their routers, MPT's attention and the cosines of rotary
+    embeddings pydet's.
 
     In place: a module stays the same object with the same parameters, hooks, attributes and names, and changes its
     class, so tied weights stay tied and optimizers keep them. What pydet would compute otherwise than the module does
@@ -458,8 +463,8 @@ def convert(
 
     Args:
         model: any module.
-        arithmetic, k_chunk: of the linear layers; those in fp8 have chunks of 128, and take ``"auto"``, ``"ieee"`` and
-            ``"sm90"``.
+        arithmetic, k_chunk: of the linear layers and convolutions; those in fp8 have chunks of 128, and take
+            ``"auto"``, ``"ieee"`` and ``"sm90"``.
         fp8: True makes ``nn.Linear`` and :class:`Linear` to :class:`Fp8Linear`, experts to :class:`Fp8Experts`, and so
             the layers and experts of block-scaled checkpoints (a float8 ``weight`` and its ``weight_scale_inv``). A
             function of a module's name and the module says which: ``fp8=lambda name, _: name != "lm_head"``.

@@ -16,7 +16,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import code, functions, scans
+from pydet.torch import code, functions, scans, shared
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -31,10 +31,11 @@ from pydet.torch.accumulate import (
     watch_optimizers,
     wrapper,
 )
+from pydet.torch.convolutions import Convolution
 from pydet.torch.experts import Router, of_pydet
 from pydet.torch.fp8 import Fp8Linear
 from pydet.torch.ops import matrix
-from pydet.torch.stock import PYDET, become
+from pydet.torch.stock import PYDET, become, derived
 
 
 class Linear(torch.nn.Linear):
@@ -227,7 +228,9 @@ class Embedding(torch.nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if not is_scripting() and self.accumulates and torch.is_grad_enabled():
-            return AccumulatingEmbedding.apply(ids, self.weight, self.padding_idx, part_of(self))
+            rows = AccumulatingEmbedding.apply(ids, self.weight, self.padding_idx, part_of(self))
+            sums: Any = self.accumulates
+            return shared.of_rows(rows, ids, self.padding_idx, self.weight, sums) if sums.shares else rows
         return super().forward(ids)
 
     def __reduce__(self) -> Any:
@@ -271,12 +274,12 @@ class Accumulating(list[torch.nn.Parameter]):
 
     Attributes:
         outside: the names of the other parameters that are trained, whose gradients go to ``grad``, each with the class
-            of its module: convolutions, norms of other formulas, whatever is not pydet's.
+            of its module: other convolutions, norms of other formulas, whatever is not pydet's.
         arrived: how often each of these got a gradient, which micro-batches add in its own type.
-        spread: the names of embeddings that are not the model's input embeddings, as of positions, and T5's
-            ``relative_attention_bias``, each with its class. Where such rows are made once for a whole batch, PyTorch
-            sums over the batch before they come here, and micro-batches have other bits than one batch: give
-            ``position_ids`` for each row. Of ``relative_attention_bias`` it is always so.
+        spread: the names of embeddings that are not the model's input embeddings, as of positions and T5's
+            ``relative_attention_bias``, and of vectors that scale a batch, each with its class.
+        summed: how often, of each of these, PyTorch had summed over the batch before, in an order of its own: other
+            code came between, and micro-batches may have other bits than one batch.
     """
 
     def __init__(
@@ -284,8 +287,10 @@ class Accumulating(list[torch.nn.Parameter]):
         parameters: Iterable[torch.nn.Parameter],
         outside: dict[str, tuple[str, Any]],
         spread: dict[str, str] | None = None,
+        summed: Counter[str] | None = None,
     ) -> None:
         super().__init__(parameters)
+        self.summed = Counter() if summed is None else summed
         self.outside = {name: kind for name, (kind, _) in outside.items()}
         self.spread = spread or {}
         self.arrived: Counter[str] = Counter()
@@ -298,7 +303,10 @@ class Accumulating(list[torch.nn.Parameter]):
         for name, kind in self.outside.items():
             lines.append(f"  {name} of {kind}: {self.arrived[name]} gradients came to its grad")
         for name, kind in self.spread.items():
-            lines.append(f"  {name} of {kind}: rows that a batch shares are summed over it before, by PyTorch")
+            lines.append(
+                f"  {name} of {kind}: where a batch shares it, its gradient is summed sequence after sequence; "
+                f"{self.summed[name]} came summed by PyTorch"
+            )
         return "\n".join(lines)
 
 
@@ -307,17 +315,20 @@ def _count(arrived: Counter[str], name: str, parameter: torch.Tensor) -> None:
 
 
 def _spread(model: torch.nn.Module) -> dict[str, str]:
-    """The embeddings that are not asked for by a token's number, for all that is known."""
+    """The embeddings that are not asked for by a token's number, for all that is known, and the parameters that a
+    module's code shares with a batch."""
     of_tokens = set()
     for module in model.modules():
         if callable(ask := getattr(module, "get_input_embeddings", None)):
             with contextlib.suppress(NotImplementedError, AttributeError):
                 of_tokens.add(ask())
-    return {
-        f"{name}.weight".lstrip("."): type(module).__qualname__
-        for name, module in model.named_modules()
-        if of_tokens and is_copying_embedding(module) and module not in of_tokens
-    }
+    found = {}
+    for name, module in model.named_modules():
+        own = shared.names_of(module)
+        if of_tokens and is_copying_embedding(module) and module not in of_tokens:
+            own = ("weight",)
+        found.update({f"{name}.{one}".lstrip("."): type(module).__qualname__ for one in own})
+    return found
 
 
 def _has_sinks(module: Any) -> bool:
@@ -328,7 +339,8 @@ def _has_sinks(module: Any) -> bool:
 
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
-    if isinstance(module, Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Router) or is_copying_embedding(module):
+    multiplies = Linear | Fp8Linear | Conv1D | Convolution | RMSNorm | LayerNorm | Router
+    if isinstance(module, multiplies) or is_copying_embedding(module):
         names = ["weight", "bias"]
     elif _has_sinks(module):
         names = ["sinks"]
@@ -336,12 +348,22 @@ def _with_sums(module: Any) -> list[str] | None:
         names = list(scans.OWN)
     elif getattr(module, "pydet_multiplied", False):
         names = ["weight", "bias"]
+    elif shared.names_of(module):
+        names = list(shared.names_of(module))
     elif of_pydet(module):
         names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
     else:
         return None
     own = dict(module.named_parameters(recurse=False))
     return [name for name in names if name in own and f"{name}_scale_inv" not in own]
+
+
+def _is_unread(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module has a parameter that its code does not name, as BERT's head has the bias of its decoder. (If it
+    computes with it all the same, that is refused in backward.)"""
+    kind: Any = type(module)
+    names = code.names_in(kind)
+    return bool(names) and name not in names and not {"getattr", "parameters", "named_parameters"} & names
 
 
 def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Module, list[str]]]) -> None:
@@ -357,7 +379,7 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
                 UNSUPPORTED, f"{place} computes its weight (weight_norm or the like); want a weight that is a parameter"
             )
         for own in names:
-            parameter: Any = getattr(module, own)
+            parameter: Any = module._parameters[own]
             if "DTensor" in repr(type(parameter)) and not hasattr(parameter, "pydet_shares"):
                 fail(
                     UNSUPPORTED,
@@ -369,7 +391,7 @@ def _refuse_what_is_lost(model: torch.nn.Module, of: dict[str, tuple[torch.nn.Mo
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             taken = own in of[name][1] if name in of else False
-            if parameter in ours and not taken and parameter.requires_grad:
+            if parameter in ours and not taken and parameter.requires_grad and not _is_unread(module, own):
                 fail(
                     UNSUPPORTED,
                     f"accumulate_gradients: {ours[parameter]} is tied to {name}.{own} of {type(module).__qualname__}, "
@@ -412,10 +434,14 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     (``main_grad_parts``), and ``main_grad`` is their sum in the order of ``named_modules()``, folded anew after each
     backward: zero it between steps, and write nothing else to it before the next. A parameter of several other modules,
     and one of a module that is called several times in a forward, sums in the order in which backward reaches them,
-    which is then part of the bits. What PyTorch broadcast, as the positions of GPT-2 over a batch, it sums before they
-    come here: give ``position_ids`` for each row. The bias of T5's attention (``relative_attention_bias``) is always
-    summed over the batch before. The result's ``spread`` names them. Rows of norms are summed in their order, and by
-    tokens where heads were moved ahead of them by ``transpose(1, 2)``.
+    which is then part of the bits. Rows of norms are summed in their order, and by tokens where heads were moved ahead
+    of them by ``transpose(1, 2)``.
+
+    What a model makes once and shares with a batch, as positions, T5's ``relative_attention_bias`` and vectors that
+    scale residuals, is named in the result's ``spread``. Where the model's code adds it to the batch, multiplies it by
+    it or gives it to pydet's attention as its bias, also after functions of each element, each element's gradient is
+    added in the order of the batch's places. Elsewhere PyTorch sums it over the batch before, which the result's
+    ``summed`` counts. A bias of attention then has a gradient for each sequence in memory.
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
@@ -425,15 +451,16 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
 
     Args:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
-            experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the routers and experts that
-            :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, and PyTorch's embeddings,
-            which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of
-            an id are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
+            experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the convolutions, routers and
+            experts that :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, parameters
+            of some of its modules that a batch shares (Doge, Apertus, Swin, Whisper), and PyTorch's embeddings, which
+            become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of an id
+            are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
-        trained, which keep their ``grad``, as convolutions, its ``arrived`` counts the gradients that came there, and
-        its ``spread`` names the embeddings whose rows a batch may share.
+        trained, which keep their ``grad``, its ``arrived`` counts the gradients that came there, and its ``spread``
+        names what a batch may share.
 
     Raises:
         Error: ``model`` is no module, there is no module of pydet's in it, a gradient would be lost; then nothing is
@@ -452,13 +479,17 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     watch_for_wrappers()
     watch_optimizers()
     parameters: dict[torch.nn.Parameter, None] = {}
-    parts = _parts(of)
+    parts, shares, summed = _parts(of), _spread(model), Counter[str]()
     for name, (taking_part, names) in of.items():
         module: Any = taking_part
         if is_copying_embedding(module) and not isinstance(module, Embedding):
             become(module, _embedding_class(type(module)), {})
-        named = {f"{name}.{own}".lstrip("."): getattr(module, own) for own in names}
-        module.accumulates = Accumulation(named, parts.get(name), not is_copying_embedding(module))
+        elif shared.names_of(module) and not isinstance(module, shared.SharesParameters):
+            become(module, derived(shared.SharesParameters, type(module)), {})
+        named = {f"{name}.{own}".lstrip("."): module._parameters[own] for own in names}
+        how = not is_copying_embedding(module), not shares.keys().isdisjoint(named)
+        module.accumulates = Accumulation(named, parts.get(name), *how)
+        module.accumulates.summed = summed
         for parameter in module.accumulates.parameters.values():
             main_grad(parameter)
             parameters[parameter] = None
@@ -468,4 +499,5 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and parameter not in parameters
     }
-    return Accumulating(parameters, outside, _spread(model))
+    trained = {name: shares[name] for name, p in model.named_parameters() if name in shares and p.requires_grad}
+    return Accumulating(parameters, outside, trained, summed)
