@@ -716,9 +716,7 @@ def test_one_use_by_several_layers_is_one_sum():
             return self.out((x + places[..., :16].exp()) * (x - places[..., :16].exp()))
 
     for kind in (Twice, Views):
-        found, _ = is_summed_sequence_after_sequence(
-            kind(), {"ids": torch.randint(0, 9, (3, 32))}, ["places.weight"]
-        )
+        found, _ = is_summed_sequence_after_sequence(kind(), {"ids": torch.randint(0, 9, (3, 32))}, ["places.weight"])
         assert not found.summed
 
 
