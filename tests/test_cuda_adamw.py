@@ -139,7 +139,7 @@ def test_streams_that_run_beside_each_other(torch):
                 with torch.cuda.stream(stream):
                     pydet.adamw(*adamws.lists_of(ours[number]), **adamws.HOW)
             else:
-                pydet.adamw(*adamws.lists_of(ours[number]), **adamws.HOW, stream=stream)
+                pydet.adamw(*adamws.lists_of(ours[number]), **adamws.HOW, stream=stream.cuda_stream)
             pydet.adamw(*adamws.lists_of(want[number]), **adamws.HOW)
     torch.cuda.synchronize()
     for x, y in zip(itertools.chain(*ours, strict=False), itertools.chain(*want), strict=False):

@@ -4,7 +4,7 @@ import pytest
 
 import pydet
 import test_head
-import test_linear_cross_entropy
+import test_linear_cross_entropy as losses
 from test_cuda import OnDevice, each, torch  # noqa: F401
 
 SHAPES = [*test_head.ASKED_SHAPES, (40, 2049), (7, 6145), (300, 1031), (3, 50257)]
@@ -84,4 +84,4 @@ def test_rows_that_wait_and_that_are_passed_over(torch, dtype):
 def test_linear_cross_entropy(torch, dtype):
     device = OnDevice(torch)
     move = lambda array: device.to_device(array)[0]
-    test_linear_cross_entropy.check_on_a_device(move, device.to_host, dtype)
+    losses.check_on_a_device(move, device.to_host, dtype)
