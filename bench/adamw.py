@@ -47,5 +47,5 @@ def adamw(count, size):
 
 
 def rows(threads):
-    for count, size in ((1, 1 << 24), (300, 4096)):
+    for count, size in ((1, 1 << 24), (30, 1 << 18), (300, 4096)):
         yield partial(adamw, count, size)

@@ -142,7 +142,7 @@ def test_streams_that_run_beside_each_other(torch):
                 pydet.adamw(*adamws.lists_of(ours[number]), **adamws.HOW, stream=stream.cuda_stream)
             pydet.adamw(*adamws.lists_of(want[number]), **adamws.HOW)
     torch.cuda.synchronize()
-    for x, y in zip(itertools.chain(*ours, strict=False), itertools.chain(*want), strict=False):
+    for x, y in zip(itertools.chain(*ours), itertools.chain(*want), strict=True):
         for own, theirs in zip(x, y, strict=True):
             if own is not None:
                 assert_same_bits(moved.back(own), theirs)

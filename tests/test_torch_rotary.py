@@ -13,7 +13,7 @@ import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
 from pydet.torch import rotary, rotations  # noqa: E402
 from pydet.torch.rotary import cos_sin  # noqa: E402
-from torch_bits import same  # noqa: E402
+from torch_bits import normal, same  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -413,3 +413,16 @@ def test_a_conversion_under_another_device(transformers):
 
 def name_of(model, module):
     return next(name for name, x in model.named_modules() if x is module)
+
+
+def test_a_function_is_tried_on_the_cpu_whatever_the_default_device(transformers):
+    """As under ``torch.set_default_device("cuda")``, where a generator of the CPU's was refused."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    rotations._of.cache_clear()
+    with torch.device("meta"):
+        ours = rotations._of(apply_rotary_pos_emb)
+    assert ours is not None
+    given = [normal(2, 3, 5, 16, seed=i) for i in range(2)] + [normal(2, 5, 16, seed=2 + i) for i in range(2)]
+    for one, other in zip(ours(*given), apply_rotary_pos_emb(*given), strict=True):
+        same(one, other)

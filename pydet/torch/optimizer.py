@@ -27,7 +27,7 @@ _THEIRS |= {"differentiable": False, "decoupled_weight_decay": True}
 
 def _rounded(x: float) -> float:
     """To fp32, so that no backend's own conversion of a number has a part in the bits."""
-    return float(torch.tensor(x, dtype=torch.float64).to(torch.float32))
+    return float(torch.tensor(x, dtype=torch.float64, device="cpu").to(torch.float32))
 
 
 def own_gradient(parameter: Any) -> Any:

@@ -93,7 +93,12 @@ def _turns(q: torch.dtype, table: torch.dtype) -> Iterator[_Turn]:
 
 
 def _try(function: Callable[..., Any], form: _Form, key: _Key) -> _Turn | None:
-    """Which of them a function is, of such types and a table of such a size."""
+    """Which of them a function is, of such types and a table of such a size: on the CPU, whatever PyTorch's default."""
+    with torch.device("cpu"):
+        return _try_on_the_cpu(function, form, key)
+
+
+def _try_on_the_cpu(function: Callable[..., Any], form: _Form, key: _Key) -> _Turn | None:
     of_q, of_table, size = key
     batch, tokens, heads = (2,) * (form.dims - 3), 3, (5, 1)
     shapes = [(*batch, *((h, tokens) if form.heads_first else (tokens, h)), _N) for h in heads[: len(form.names)]]
