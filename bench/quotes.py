@@ -135,6 +135,18 @@ def of_rows():
     yield "fold, tree", mean_and_worst(faster(found, "pydet, tree"))
 
 
+def of_adamw():
+    """The kernel in a graph, of parameters in fp32 and bf16; and the optimizer's whole step, with its host."""
+    found = summary.problems("h100_adamw")
+    for name, few in (("adamw", False), ("adamw, few", True)):
+        of_size = [p for p in found if p.shape.startswith("300 of") == few]
+        yield f"{name}, a copy", mean_and_worst(faster(of_size, peers=["copy"]))
+        beside = [p for p in of_size if "torch fused" in p.us]
+        yield f"{name}, fused", mean_and_worst(faster(beside, peers=["torch fused"]))
+    steps = [row for row in summary.rows("h100_adamw_steps") if row["shape"].startswith("300 of")]
+    yield "adamw, few, host", mean_and_worst(row["torch fused us"] / row["pydet us"] for row in steps)
+
+
 def of_head():
     """The head and its loss in bf16, at four shapes of published models."""
     found = summary.problems("h100_head")
@@ -310,6 +322,7 @@ def figures():
         of_products,
         of_groups_and_fp8,
         of_rows,
+        of_adamw,
         of_head,
         of_attention,
         of_calls_and_cpu,
@@ -393,8 +406,7 @@ QUOTES = {
         "(torch.mm {cpu call, torch.mm}) | |",
         "On an H100, release {release of the H100}, `python -m bench.cuda`",
         "beside cuBLAS: rows at multiples of 16 bytes; 5th percentile {drawn, 5th percentile} | {drawn} |",
-        "| **the same: other rows** (K or N of 1156, 3420; worst above 128 rows: {worst odd rows}) | "
-        "{drawn, odd rows} |",
+        "| the same: other rows (K or N of 1156, 3420; worst above 128 rows: {worst odd rows}) | {drawn, odd rows} |",
         "| forward: 1 to 64 rows, 65 to 128, 129 to 512 | {forward 1 to 64}, {forward 65 to 128}, "
         "{forward 129 to 512} |",
         "| **forward: 513 to 2048 rows, 2049 to 8192** | {forward 513 to 2048}, {forward 2049 to 8192} |",
@@ -443,6 +455,9 @@ QUOTES = {
         "{layernorm gradients, quack}; {softmax, quack}, {softmax gradients, quack} |",
         "rows of whole pieces of 16 bytes | {log_prob, whole}; {softmax, whole}; {softmax gradients, whole} |",
         "| softmax, other rows | {log_prob, odd}; {softmax, odd}; {softmax gradients, odd} |",
+        "of the speed of a copy; beside PyTorch's fused one | {adamw, a copy}; {adamw, fused} |",
+        "| 300 parameters of up to 8191 elements: the same; **with the host's time** | {adamw, few, a copy}; "
+        "{adamw, few, fused}; {adamw, few, host} |",
         "beside `torch.sum` over them: in order, as a tree | {fold}, {fold, tree} |",
         "| host time of a call with `out=` | {a call} us (torch.mm {a call of torch.mm}) |",
         "fill less than half of the GPU | cuBLAS | 512x512x2048: {ieee 512x512x2048} |",
@@ -470,6 +485,10 @@ QUOTES = {
         "a training step {fp8: step} ms instead of {converted: step}",
     ],
     "docs/distributed.md": [
+        "decoded tokens {moe, a graph} times as fast with the same tokens on both ranks (pydet on one: {moe, one GPU})",
+        "read {moe, read} with the tokens shared out (stock's all-to-all {moe, stock read}, pydet on one "
+        "{moe, read on one})",
+        "**A step of training has {moe, step}** (stock's all-to-all {moe, stock step}), and on one {moe, step on one}",
         "batches of 1, 3, 64 | {2 ranks, PyTorch: log-probabilities} of 6243 | {2 ranks, pydet: log-probabilities} |",
         "not those of the batch of 64 | {2 ranks, PyTorch: sequences} | {2 ranks, pydet: sequences} |",
         "| tokens a second, batches of 1, 3, 64 | {2 ranks, PyTorch: tokens a second} | "

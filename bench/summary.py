@@ -31,6 +31,7 @@ PART_OF = {
     "rmsnorm_quantize": "quantize",
     "head_dx": "head",
     "head_memory": "head",
+    "adamw_steps": "adamw",
     "attention_varlen": "attention",
     "attention_decode": "attention",
     "attention_paged": "attention",
