@@ -1028,6 +1028,29 @@ def test_head_rows_equal_cpu(hip, dtype):
 
 
 @one_source
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_of_rows_equal_cpu(hip, reduction):
+    """Of one row, of a chain and a rest, of which some are ignored; smoothed, with a z-loss, and plain; and dx by them."""
+    for rows, rule in ((1, {}), (300, {"label_smoothing": 0.1, "z_loss": 1e-2})):
+        x, w, target = normal(rows, 8), normal(9, 8, seed=1), np.arange(rows) * 7 % 9
+        target[2::5] = -100
+        dloss = normal(rows, seed=2) if reduction == 2 else np.float32([1.5]).reshape(())
+        made = []
+        for where in (CPU, ROCM):
+            loss, again = (np.full(dloss.shape, 7, np.float32) for _ in range(2))
+            dx, memory = np.full(x.shape, 7, np.float32), np.zeros(1 << 18, np.uint8)
+            at = ffi.cast("void *", memory.ctypes.data + -memory.ctypes.data % 256)
+            room = {"workspace": at, "workspace_size": (1 << 18) - 256, "arithmetic": ARITHMETIC["ieee"]}
+            options = capi.options("pydet_linear_cross_entropy_options", reduction=reduction, **room, **rule)
+            hip.check("pydet_linear_cross_entropy", options, x, w, None, target, loss, kind=where)
+            arrays = dloss, x, w, None, target, again, dx, None, None
+            hip.check("pydet_linear_cross_entropy_backward", options, *arrays, kind=where)
+            made.append((loss, again, dx))
+        for name, ours, theirs in zip(("loss", "loss beside dx", "dx"), *reversed(made), strict=True):
+            assert_same_bits(ours, theirs, f"{name} of {rows} rows, {rule}, on {hip.arch}")
+
+
+@one_source
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_equals_cpu(hip, dtype):
     """Each kernel and function, with rows that share a block, a rest of rows, special values, rows of any alignment."""
