@@ -18,10 +18,12 @@ namespace pydet {
 namespace {
 
 constexpr int kCluster = 8, kPiece = 2, kTeam = kRowLanes / (kCluster * kPiece);
-constexpr int kAtOnce = 4, kElements = kAtOnce * kPiece;  // pieces whose steps are computed together
-constexpr int kMostPieces = 200 << 10;                    // bytes of shared memory
+constexpr int kAtOnce = 4;              // pieces whose steps are computed together
+constexpr int kMostPieces = 200 << 10;  // bytes of shared memory
 
 #if defined(PYDET_HOPPER)
+constexpr int kElements = kAtOnce * kPiece;
+
 // A thread's pieces of a row, in ascending order, 2048 columns apart.
 template <bool slabs> struct PiecesOf {
   char *at;
