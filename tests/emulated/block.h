@@ -104,6 +104,11 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   for (int lane = 0; lane < emulated::kWarp; ++lane) value = values[lane] > value ? values[lane] : value;
   return value;
 }
+inline int __reduce_min_sync(unsigned, int value) {
+  const uint32_t *values = emulated::meet_warp(uint32_t(value), -1);
+  for (int lane = 0; lane < emulated::kWarp; ++lane) value = int(values[lane]) < value ? int(values[lane]) : value;
+  return value;
+}
 inline uint32_t __ballot_sync(unsigned, bool holds) {
   const uint32_t *values = emulated::meet_warp(holds, -1);
   uint32_t lanes = 0;
@@ -118,6 +123,10 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
 }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   const uint32_t high = (a > b ? a : b) & 0xFFFF0000u, low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
+  return high | low;
+}
+inline uint32_t __vminu2(uint32_t a, uint32_t b) {
+  const uint32_t high = (a < b ? a : b) & 0xFFFF0000u, low = (a & 0xFFFF) < (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
   return high | low;
 }
 inline uint32_t __float_as_uint(float x) {

@@ -51,13 +51,6 @@ template <bool slabs> struct PiecesOf {
   }
 };
 
-// Copies `size` bytes to shared memory, and +0 behind the `valid` first of them.
-template <int size> __device__ __forceinline__ void copy_async(void *to, const char *from, int valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(size),
-               "r"(valid)
-               : "memory");
-}
-
 // Quotients by a temperature T, or none. From the reciprocal where T and all the dividends are so far from the ends of
 // fp32's range that no step of quotient_f32 is subnormal or overflows; else by division.
 struct ByTemperature {
@@ -134,10 +127,17 @@ __global__ void __launch_bounds__(kTeam, 5) head_rows_cluster_kernel(const __gri
   // Pieces of this thread that are the row's, wholly and in part; those behind them, up to a multiple of kAtOnce, are -Inf.
   const int whole = first + W <= n ? (n - W - first) / kRowLanes + 1 : 0;
   const int count = first < n ? (n - 1 - first) / kRowLanes + 1 : 0;
+  const char *rest = nullptr;  // where the one lies that is the row's in part
   {
     PiecesOf<slabs> pieces(p, p.x, kSize, r, first);
 #pragma unroll 4
-    for (int v = 0; v < count; ++v) copy_async<W * kSize>(&x[v * T], pieces.next(kSize), v < whole ? W * kSize : kSize);
+    for (int v = 0; v < whole; ++v) {
+      const char *const from = pieces.next(kSize);
+      if constexpr (kSize == 4) copy_async_piece<8>(&x[v * T], from, true);
+      else copy_async_4(reinterpret_cast<float *>(&x[v * T]), reinterpret_cast<const float *>(from));
+    }
+    if (whole < count) rest = pieces.next(kSize);
+    commit_copies();
   }
   KnownRow row = {};
   const auto given = [&](const Vector &from) {
@@ -152,13 +152,15 @@ __global__ void __launch_bounds__(kTeam, 5) head_rows_cluster_kernel(const __gri
   const int behind = int(row.index) - first, place = behind % kRowLanes;
   const int piece = row.index >= 0 && behind >= 0 && place < W ? behind / kRowLanes : -1;
   const ByTemperature scale(asked.temperature);
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_copies<0>();
   for (int v = count; v % kAtOnce; ++v)
 #pragma unroll
     for (int i = 0; i < kWords; ++i) x[v * T].word[i] = kLowestWord<type>;
-  if (whole < count) {  // its second element is another row's
-    if constexpr (type == Type::f32) x[whole * T].word[1] = kLowestWord<type>;
-    else x[whole * T].word[0] = (x[whole * T].word[0] & 0xFFFFu) | (kLowestWord<type> & 0xFFFF0000u);
+  if (rest) {  // its second element is another row's
+    using Bits = typename Element<type>::Bits;
+    const Bits one = *reinterpret_cast<const Bits *>(rest);
+    if constexpr (type == Type::f32) x[whole * T].word[0] = one, x[whole * T].word[1] = kLowestWord<type>;
+    else x[whole * T].word[0] = one | (kLowestWord<type> & 0xFFFF0000u);
   }
   meet_cluster();
   expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));
