@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kTeam, 5) head_rows_cluster_kernel(const __gri
 #if defined(PYDET_HOPPER)
   constexpr int C = kCluster, W = kPiece, T = kTeam, N = kElements, kSize = size_of(type), kWords = W * kSize / 4;
   using Piece = Packed<type, W>;
-  extern __shared__ __align__(16) uint8_t memory[];
-  Piece *const x = reinterpret_cast<Piece *>(memory) + threadIdx.x;  // piece v at x[v T]
+  extern __shared__ __align__(16) char shared[];
+  Piece *const x = reinterpret_cast<Piece *>(shared) + threadIdx.x;  // piece v at x[v T]
   __shared__ float of_warps[T / kLogicalWarp];
   __shared__ Received<C> received, received_entropy, received_mean;
   __shared__ float2 firsts[C];
