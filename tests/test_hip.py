@@ -1030,7 +1030,7 @@ def test_head_rows_equal_cpu(hip, dtype):
 @one_source
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_losses_of_rows_equal_cpu(hip, reduction):
-    """Of one row, of a chain and a rest, of which some are ignored; smoothed, with a z-loss, and plain; and dx by them."""
+    """Of one row, of a chain and a rest, some of which are ignored; smoothed, with a z-loss, and plain; and dx."""
     for rows, rule in ((1, {}), (300, {"label_smoothing": 0.1, "z_loss": 1e-2})):
         x, w, target = normal(rows, 8), normal(9, 8, seed=1), np.arange(rows) * 7 % 9
         target[2::5] = -100
