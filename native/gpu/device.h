@@ -198,6 +198,18 @@ __device__ __forceinline__ void copy_async_4(float *shared, const float *global)
 #endif
 }
 
+// The same for a piece of 8 or 4 bytes, as copy_async_16: the first `valid` are read, the rest become zero.
+template <int bytes> __device__ __forceinline__ void copy_async_part(void *shared, const void *global, int valid) {
+  static_assert(bytes == 8 || bytes == 4);
+#if defined(__HIP_PLATFORM_AMD__)
+  for (int i = 0; i < bytes; ++i) static_cast<char *>(shared)[i] = i < valid ? static_cast<const char *>(global)[i] : 0;
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(bytes),
+               "r"(valid)
+               : "memory");
+#endif
+}
+
 // The same for a piece of 16 or 8 bytes that is read whole or not at all.
 template <int bytes> __device__ __forceinline__ void copy_async_piece(void *shared, const void *global, bool there) {
   static_assert(bytes == 16 || bytes == 8);
@@ -208,9 +220,7 @@ template <int bytes> __device__ __forceinline__ void copy_async_piece(void *shar
   if constexpr (bytes == 16) {
     copy_async_16(shared, global, there ? 16 : 0);
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(there ? 8 : 0)
-                 : "memory");
+    copy_async_part<8>(shared, global, there ? 8 : 0);
   }
 #endif
 }

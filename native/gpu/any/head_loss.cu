@@ -22,16 +22,14 @@ __device__ __forceinline__ void put(const Vector &to, int64_t r, float value) {
 
 // The number of rows that are not ignored. All threads of the block call it.
 __device__ __forceinline__ float count_of(const HeadLoss &p) {
-  __shared__ int64_t counts[kThreads];
-  int64_t count = 0;
-  for (int64_t r = threadIdx.x; r < p.rows; r += kThreads) count += target_of(p, r) != p.ignore_index;
-  counts[threadIdx.x] = count;
-  for (int apart = kThreads / 2; apart > 0; apart /= 2) {
-    __syncthreads();
-    if (int(threadIdx.x) < apart) counts[threadIdx.x] += counts[threadIdx.x + apart];
-  }
+  __shared__ unsigned long long all;
+  if (threadIdx.x == 0) all = 0;
   __syncthreads();
-  return float(counts[0]);
+  unsigned long long count = 0;
+  for (int64_t r = threadIdx.x; r < p.rows; r += blockDim.x) count += target_of(p, r) != p.ignore_index;
+  atomicAdd(&all, count);
+  __syncthreads();
+  return float(int64_t(all));
 }
 
 __device__ __forceinline__ float loss_of(const HeadLoss &p, int64_t r) {

@@ -127,17 +127,11 @@ __global__ void __launch_bounds__(kTeam, 5) head_rows_cluster_kernel(const __gri
   // Pieces of this thread that are the row's, wholly and in part; those behind them, up to a multiple of kAtOnce, are -Inf.
   const int whole = first + W <= n ? (n - W - first) / kRowLanes + 1 : 0;
   const int count = first < n ? (n - 1 - first) / kRowLanes + 1 : 0;
-  const char *rest = nullptr;  // where the one lies that is the row's in part
   {
     PiecesOf<slabs> pieces(p, p.x, kSize, r, first);
 #pragma unroll 4
-    for (int v = 0; v < whole; ++v) {
-      const char *const from = pieces.next(kSize);
-      if constexpr (kSize == 4) copy_async_piece<8>(&x[v * T], from, true);
-      else copy_async_4(reinterpret_cast<float *>(&x[v * T]), reinterpret_cast<const float *>(from));
-    }
-    if (whole < count) rest = pieces.next(kSize);
-    commit_copies();
+    for (int v = 0; v < count; ++v)
+      copy_async_part<W * kSize>(&x[v * T], pieces.next(kSize), v < whole ? W * kSize : kSize);
   }
   KnownRow row = {};
   const auto given = [&](const Vector &from) {
@@ -152,15 +146,14 @@ __global__ void __launch_bounds__(kTeam, 5) head_rows_cluster_kernel(const __gri
   const int behind = int(row.index) - first, place = behind % kRowLanes;
   const int piece = row.index >= 0 && behind >= 0 && place < W ? behind / kRowLanes : -1;
   const ByTemperature scale(asked.temperature);
+  commit_copies();
   wait_copies<0>();
   for (int v = count; v % kAtOnce; ++v)
 #pragma unroll
     for (int i = 0; i < kWords; ++i) x[v * T].word[i] = kLowestWord<type>;
-  if (rest) {  // its second element is another row's
-    using Bits = typename Element<type>::Bits;
-    const Bits one = *reinterpret_cast<const Bits *>(rest);
-    if constexpr (type == Type::f32) x[whole * T].word[0] = one, x[whole * T].word[1] = kLowestWord<type>;
-    else x[whole * T].word[0] = one | (kLowestWord<type> & 0xFFFF0000u);
+  if (whole < count) {  // its second element is another row's
+    if constexpr (type == Type::f32) x[whole * T].word[1] = kLowestWord<type>;
+    else x[whole * T].word[0] = (x[whole * T].word[0] & 0xFFFFu) | (kLowestWord<type> & 0xFFFF0000u);
   }
   meet_cluster();
   expect_from_cluster(&received.sums_arrived, int(sizeof received.sums));

@@ -31,6 +31,9 @@ inline void copy_async(void *shared, const void *global, int valid, int bytes) {
 }
 inline void copy_async_16(void *shared, const void *global, int valid) { copy_async(shared, global, valid, 16); }
 inline void copy_async_4(float *shared, const float *global) { copy_async(shared, global, 4, 4); }
+template <int bytes> void copy_async_part(void *shared, const void *global, int valid) {
+  copy_async(shared, global, valid, bytes);
+}
 template <int bytes> void copy_async_piece(void *shared, const void *global, bool there) {
   copy_async(shared, global, there ? bytes : 0, bytes);
 }
