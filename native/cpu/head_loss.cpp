@@ -8,21 +8,11 @@
 namespace pydet {
 namespace {
 
-float number(const Vector &from, int64_t r) { return from.data ? ((const float *)from.data)[r] : 0.0f; }
-void put(const Vector &to, int64_t r, float value) {
-  if (to.data) ((float *)to.data)[r] = value;
-}
-
 // The number of rows that are not ignored.
 float count_of(const HeadLoss &p) {
   int64_t count = 0;
   for (int64_t r = 0; r < p.rows; ++r) count += target_of(p, r) != p.ignore_index;
   return float(count);
-}
-
-float loss_of(const HeadLoss &p, int64_t r) {
-  if (target_of(p, r) == p.ignore_index) return 0.0f;
-  return row_loss(p.rule, number(p.log_prob, r), number(p.lse, r), number(p.mean, r));
 }
 
 // In chains of so many rows, whose sums are added in ascending order.
@@ -38,32 +28,28 @@ float sum_of_losses(const HeadLoss &p) {
 
 void make_loss(const HeadLoss &p) {
   if (p.reduction == Reduction::none) {
-    for (int64_t r = 0; r < p.rows; ++r) put(p.loss, r, pydet::canonical(loss_of(p, r)));
+    for (int64_t r = 0; r < p.rows; ++r) put_number(p.loss, r, pydet::canonical(loss_of(p, r)));
     return;
   }
   const float sum = sum_of_losses(p);
-  put(p.loss, 0, pydet::canonical(p.reduction == Reduction::mean ? sum / count_of(p) : sum));
-}
-
-void put_index(const HeadLoss &p, int64_t r, int64_t index) {
-  if (!p.index) return;
-  if (p.target.wide) ((int64_t *)p.index)[r] = index;
-  else ((int32_t *)p.index)[r] = int32_t(index);
+  put_number(p.loss, 0, pydet::canonical(p.reduction == Reduction::mean ? sum / count_of(p) : sum));
 }
 
 void make_gradients(const HeadLoss &p) {
   const bool of_rows = p.reduction == Reduction::none;
-  float given = p.dloss.data && !of_rows ? number(p.dloss, 0) : 1.0f;
+  float given = p.dloss.data && !of_rows ? number_of(p.dloss, 0) : 1.0f;
   if (p.reduction == Reduction::mean) given = given / count_of(p);
   for (int64_t r = 0; r < p.rows; ++r) {
     const int64_t target = target_of(p, r);
     const bool ignored = target == p.ignore_index;
-    if (of_rows && p.dloss.data) given = number(p.dloss, r);
-    const RowLossGradient by = ignored ? RowLossGradient{} : row_loss_gradient(p.rule, given, number(p.lse, r));
-    put(p.dlog_prob, r, by.of_log_prob);
-    put(p.dlse, r, by.of_lse);
-    put(p.dmean, r, by.of_mean);
-    put_index(p, r, ignored ? -1 : target);
+    if (of_rows && p.dloss.data) given = number_of(p.dloss, r);
+    const RowLossGradient by = ignored ? RowLossGradient{} : row_loss_gradient(p.rule, given, number_of(p.lse, r));
+    put_number(p.dlog_prob, r, by.of_log_prob);
+    put_number(p.dlse, r, by.of_lse);
+    put_number(p.dmean, r, by.of_mean);
+    if (!p.index) continue;
+    if (p.target.wide) reinterpret_cast<int64_t *>(p.index)[r] = ignored ? -1 : target;
+    else reinterpret_cast<int32_t *>(p.index)[r] = ignored ? -1 : int32_t(target);
   }
 }
 

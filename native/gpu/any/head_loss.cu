@@ -13,13 +13,6 @@ namespace {
 
 constexpr int kThreads = 512, kLanes = 32, kWarps = kThreads / kLanes;
 
-__device__ __forceinline__ float number(const Vector &from, int64_t r) {
-  return from.data ? reinterpret_cast<const float *>(from.data)[r] : 0.0f;
-}
-__device__ __forceinline__ void put(const Vector &to, int64_t r, float value) {
-  if (to.data) reinterpret_cast<float *>(to.data)[r] = value;
-}
-
 // The number of rows that are not ignored. All threads of the block call it.
 __device__ __forceinline__ float count_of(const HeadLoss &p) {
   __shared__ unsigned long long all;
@@ -32,16 +25,11 @@ __device__ __forceinline__ float count_of(const HeadLoss &p) {
   return float(int64_t(all));
 }
 
-__device__ __forceinline__ float loss_of(const HeadLoss &p, int64_t r) {
-  if (r >= p.rows || target_of(p, r) == p.ignore_index) return 0.0f;
-  return row_loss(p.rule, number(p.log_prob, r), number(p.lse, r), number(p.mean, r));
-}
-
 __global__ void __launch_bounds__(kThreads) losses_kernel(const __grid_constant__ HeadLoss p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t r = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (r < p.rows) put(p.loss, r, canonical(loss_of(p, r)));
+  if (r < p.rows) put_number(p.loss, r, canonical(loss_of(p, r)));
 }
 
 __global__ void __launch_bounds__(kThreads) reduced_loss_kernel(const __grid_constant__ HeadLoss p) {
@@ -55,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) reduced_loss_kernel(const __grid_con
     const int64_t own = first + warp * kLossChain;
     float chain = 0.0f;
     for (int i = 0; i < kLossChain; i += kLanes) {
-      const float loss = loss_of(p, own + i + lane);
+      const float loss = own + i + lane < p.rows ? loss_of(p, own + i + lane) : 0.0f;
       for (int j = 0; j < kLanes; ++j) {
         const float one = gpu_shfl(loss, j, kLanes);
         if (own + i + j < p.rows) chain = chain + one;
@@ -67,23 +55,23 @@ __global__ void __launch_bounds__(kThreads) reduced_loss_kernel(const __grid_con
       for (int i = 0; i < kWarps && first + i * kLossChain < p.rows; ++i) sum = sum + chains[i];
     __syncthreads();
   }
-  if (threadIdx.x == 0) put(p.loss, 0, canonical(p.reduction == Reduction::mean ? sum / count : sum));
+  if (threadIdx.x == 0) put_number(p.loss, 0, canonical(p.reduction == Reduction::mean ? sum / count : sum));
 }
 
 __global__ void __launch_bounds__(kThreads) loss_gradients_kernel(const __grid_constant__ HeadLoss p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const bool of_rows = p.reduction == Reduction::none;
-  float given = p.dloss.data && !of_rows ? number(p.dloss, 0) : 1.0f;
+  float given = p.dloss.data && !of_rows ? number_of(p.dloss, 0) : 1.0f;
   if (p.reduction == Reduction::mean) given = given / count_of(p);
   for (int64_t r = int64_t(blockIdx.x) * kThreads + threadIdx.x; r < p.rows; r += int64_t(gridDim.x) * kThreads) {
     const int64_t target = target_of(p, r);
     const bool ignored = target == p.ignore_index;
-    if (of_rows && p.dloss.data) given = number(p.dloss, r);
-    const RowLossGradient by = ignored ? RowLossGradient{} : row_loss_gradient(p.rule, given, number(p.lse, r));
-    put(p.dlog_prob, r, by.of_log_prob);
-    put(p.dlse, r, by.of_lse);
-    put(p.dmean, r, by.of_mean);
+    if (of_rows && p.dloss.data) given = number_of(p.dloss, r);
+    const RowLossGradient by = ignored ? RowLossGradient{} : row_loss_gradient(p.rule, given, number_of(p.lse, r));
+    put_number(p.dlog_prob, r, by.of_log_prob);
+    put_number(p.dlse, r, by.of_lse);
+    put_number(p.dmean, r, by.of_mean);
     if (!p.index) continue;
     if (p.target.wide) reinterpret_cast<int64_t *>(p.index)[r] = ignored ? -1 : target;
     else reinterpret_cast<int32_t *>(p.index)[r] = ignored ? -1 : int32_t(target);

@@ -8,6 +8,7 @@
 #include "gpu/gpu.h"
 #include "gpu/kernels.h"
 #include "gpu/nvidia/pieces.h"
+#include "gpu/nvidia/sm90/gemm.h"
 #include "ops/gemm/problem.h"
 
 namespace pydet {
@@ -23,10 +24,10 @@ constexpr uint64_t kMostBytes = uint64_t(1) << 30;  // more room a call should n
 bool by_columns(const Matrix &x) { return x.col_stride != 1 || (x.row_stride == 1 && x.rows > x.cols); }
 Matrix by_rows(const Matrix &x) { return by_columns(x) ? transposed(x) : x; }
 
-bool lies_well(const Matrix &matrix) {
-  const Matrix x = by_rows(matrix);
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
-         (x.rows == 1 || (x.row_stride > 0 && x.row_stride % kUnit == 0));
+// Which of its dimensions k is makes no difference.
+bool lies_well(const Matrix &x) {
+  Sm90Operand operand;
+  return sm90_operand(x, x.cols, x.col_stride, x.rows, x.row_stride, &operand);
 }
 
 int64_t copied_stride(const Matrix &x) { return divide_up(x.cols, kLine) * kLine; }

@@ -75,4 +75,17 @@ PYDET_HD RowLossGradient row_loss_gradient(const LossRule &rule, float given, fl
   return by;
 }
 
+// Numbers of rows; +0, or nothing to write, of one that is absent.
+PYDET_HD float number_of(const Vector &from, int64_t r) {
+  return from.data ? reinterpret_cast<const float *>(from.data)[r] : 0.0f;
+}
+PYDET_HD void put_number(const Vector &to, int64_t r, float value) {
+  if (to.data) reinterpret_cast<float *>(to.data)[r] = value;
+}
+
+PYDET_HD float loss_of(const HeadLoss &p, int64_t r) {
+  if (target_of(p, r) == p.ignore_index) return 0.0f;
+  return row_loss(p.rule, number_of(p.log_prob, r), number_of(p.lse, r), number_of(p.mean, r));
+}
+
 }  // namespace pydet

@@ -79,6 +79,10 @@ struct Sm90Operands {
   Sm90Operand a, b;
 };
 
+// Whether the copy engine can take an operand as it lies, and how. k_stride and stride are those along k and along the
+// other dimension, of `extent`.
+bool sm90_operand(const Matrix &, int64_t k, int64_t k_stride, int64_t extent, int64_t stride, Sm90Operand *);
+
 // Fills the problem, tensor maps included. The device must be current. Of a swapped tile problem and operands are those of
 // out^T = b^T a^T.
 pydet_status sm90_plan(const Gemm &, const Sm90Operands &, int tile, Sm90Problem *);

@@ -18,16 +18,6 @@ bool aligned_stride(int64_t stride, int64_t extent) {
   return extent == 1 || (stride % kUnit == 0 && stride > 0 && stride < int64_t(1) << 38);
 }
 
-// k_stride and stride are those along k and along the other dimension.
-bool operand_of(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride,
-                Sm90Operand *operand) {
-  if (k == 0) return *operand = {true, 0, 0, 0}, true;
-  if (reinterpret_cast<uintptr_t>(matrix.data) % 16) return false;
-  if ((k == 1 || k_stride == 1) && aligned_stride(stride, extent)) return *operand = {true, k, extent, stride}, true;
-  if ((extent == 1 || stride == 1) && aligned_stride(k_stride, k)) return *operand = {false, extent, k, k_stride}, true;
-  return false;
-}
-
 bool aligned_batch(const Batch &batch, const int64_t (&strides)[kMaxBatchDims]) {
   for (int i = 0; i < batch.dims; ++i)
     if (strides[i] && !aligned_stride(strides[i], batch.shape[i])) return false;
@@ -38,9 +28,9 @@ bool takes(const Gemm &g, Sm90Operands *operands) {
   constexpr int64_t kMost = int64_t(1) << 30;
   if (g.m > kMost || g.n > kMost || g.k > kMost || g.batch.dims > kSm90MaxBatch) return false;
   if (divide_up(g.m, 64) * divide_up(g.n, 64) > kMost / g.batch.count) return false;
-  return operand_of(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, &operands->a) &&
-         operand_of(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, &operands->b) && aligned_batch(g.batch, g.batch.a) &&
-         aligned_batch(g.batch, g.batch.b);
+  return sm90_operand(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride, &operands->a) &&
+         sm90_operand(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride, &operands->b) &&
+         aligned_batch(g.batch, g.batch.a) && aligned_batch(g.batch, g.batch.b);
 }
 
 int log2_of(int power) {
@@ -93,6 +83,15 @@ pydet_status launch_group(const Gemm &g, const Sm90Operands &operands, int tile,
 }
 
 }  // namespace
+
+bool sm90_operand(const Matrix &matrix, int64_t k, int64_t k_stride, int64_t extent, int64_t stride,
+                  Sm90Operand *operand) {
+  if (k == 0) return *operand = {true, 0, 0, 0}, true;
+  if (reinterpret_cast<uintptr_t>(matrix.data) % 16) return false;
+  if ((k == 1 || k_stride == 1) && aligned_stride(stride, extent)) return *operand = {true, k, extent, stride}, true;
+  if ((extent == 1 || stride == 1) && aligned_stride(k_stride, k)) return *operand = {false, extent, k, k_stride}, true;
+  return false;
+}
 
 Choice gemm_sm90_choose(const Gemm &g, int tile) {
   Sm90Operands operands;
