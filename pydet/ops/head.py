@@ -19,12 +19,13 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 _REDUCTIONS = {name: int(getattr(constants, f"PYDET_REDUCTION_{name.upper()}")) for name in ("mean", "sum", "none")}
 
 
-def _read_as(op: str, temperature: float, softcap: float | None) -> dict[str, float]:
-    """As the library takes them, for which 0 is none."""
+def _logits(op: str, dtype: Any, temperature: float, softcap: float | None) -> dict[str, Any]:
+    """How logits are rounded and read, as the library takes it, for which 0 is none."""
+    rounded_to = None if dtype is None else type_index(dtype, op, "logits_dtype")
     for name, value in (("temperature", temperature), ("softcap", softcap)):
         if value is not None and not value > 0:
             fail(INVALID_VALUE, f"{op}: {name} is {value}, want a positive number")
-    return {"temperature": temperature, "softcap": softcap or 0.0}
+    return {"logits_dtype": rounded_to, "temperature": temperature, "softcap": softcap or 0.0}
 
 
 def linear_log_prob(
@@ -72,8 +73,7 @@ def linear_log_prob(
         bias=bias,
         out=out,
         of_entropy=return_entropy,
-        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, "linear_log_prob", "logits_dtype"),
-        **_read_as("linear_log_prob", temperature, softcap),
+        **_logits("linear_log_prob", logits_dtype, temperature, softcap),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,
@@ -156,8 +156,7 @@ def linear_log_prob_backward(
         of_log_prob=of_log_prob,
         dw_dtype=None if dw_dtype is None else type_index(dw_dtype, op, "dw_dtype"),
         accumulate=accumulate,
-        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
-        **_read_as(op, temperature, softcap),
+        **_logits(op, logits_dtype, temperature, softcap),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,
@@ -230,8 +229,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         reduction=_reduction(op, reduction),
-        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
-        **_read_as(op, temperature, softcap),
+        **_logits(op, logits_dtype, temperature, softcap),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,
@@ -316,8 +314,7 @@ def linear_cross_entropy_backward(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         reduction=_reduction(op, reduction),
-        logits_dtype=None if logits_dtype is None else type_index(logits_dtype, op, "logits_dtype"),
-        **_read_as(op, temperature, softcap),
+        **_logits(op, logits_dtype, temperature, softcap),
         arithmetic=arithmetic,
         k_chunk=k_chunk,
         workspace=workspace,

@@ -44,28 +44,18 @@ def _to_tokens(x: Tensor, group: Group, layout: str) -> Tensor:
     return got.movedim(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """Tokens for heads, or the way back, which is the gradient of the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, layout: str) -> Tensor:
-        ctx.place = group, layout
-        return _to_heads(x, group, layout)
+    def forward(ctx: Any, x: Tensor, group: Group, layout: str, to_heads: bool) -> Tensor:
+        ctx.way = group, layout, not to_heads
+        return (_to_heads if to_heads else _to_tokens)(x, group, layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        back: Tensor = _ToTokens.apply(gradients[0], *ctx.place)
-        return back, None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, layout: str) -> Tensor:
-        ctx.place = group, layout
-        return _to_tokens(x, group, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        back: Tensor = _ToHeads.apply(gradients[0], *ctx.place)
-        return back, None, None
+        back: Tensor = _Exchanged.apply(gradients[0], *ctx.way)
+        return back, None, None, None
 
 
 class _OwnSinks(torch.autograd.Function):
@@ -109,7 +99,7 @@ class _Whole(torch.autograd.Function):
 def by_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Any, group: Group, of_chunk: Any) -> Tensor:
     """After all ranks agreed: the attention of this rank's tokens. how: what is asked; of_chunk: the forward call."""
     place = group, how.layout
-    turned = (_ToHeads.apply(x, *place) for x in (q, k, v))
+    turned = (_Exchanged.apply(x, *place, True) for x in (q, k, v))
     own = None if sinks is None else _OwnSinks.apply(sinks, group)
-    y: Tensor = _ToTokens.apply(_Whole.apply(*turned, own, how, of_chunk), *place)
+    y: Tensor = _Exchanged.apply(_Whole.apply(*turned, own, how, of_chunk), *place, False)
     return y
