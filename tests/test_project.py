@@ -132,7 +132,7 @@ def test_the_header_is_short_and_its_rules_are_on_their_page():
     header = HEADER.read_text()
     comments = " ".join(re.findall(r"/\*.*?\*/", header, flags=re.S))
     words = len(re.sub(r"[/*=-]+", " ", comments).split())
-    assert 2500 < words <= 3450, words
+    assert 2500 < words <= 3400, words
     rules = sections((ROOT / "docs/reference/rules.md").read_text(), r"^## (.+)$")
     of_every_call, gemm, seen = rules.pop("Every call"), rules["GEMM"], 0
     for name, code in sections(header, r"^/\* ---- (.+?) -+(?:\*/)?$").items():

@@ -169,8 +169,7 @@ PYDET_API pydet_status pydet_gemm_db(void *stream, const pydet_tensor *a, const 
 PYDET_API pydet_status pydet_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
                                             const pydet_gemm_options *options, uint64_t *bytes);
 
-/* Bytes more for a, b, dc, x or w, where a kernel can use a copy: of bf16 or fp16 whose rows begin at no multiple of 16
- * bytes (K = 3420), on a Hopper. 0 elsewhere, and above 1 GiB. */
+/* Bytes more for an operand that a Hopper multiplies faster from a copy, or 0. */
 PYDET_API pydet_status pydet_gemm_copy_workspace(const pydet_tensor *operand, uint64_t *bytes);
 
 /* ---- Skinny GEMM ----------------------------------------------------------------------------------------------
@@ -433,7 +432,7 @@ PYDET_API pydet_status pydet_linear_log_prob_workspace(int64_t rows, int64_t n, 
 /* ---- Linear cross-entropy -------------------------------------------------------------------------------------
  *   loss[t] = -log_prob[t];   with label_smoothing E   (1 - E) loss[t] + E (lse[t] - mean[t]);   + z_loss lse[t]^2
  *
- * Of rows as above and their targets, int32 or int64, in fp32. An ignored row has loss 0 and no gradient.
+ * Of rows as above and targets, int32 or int64, in fp32. Ignored rows have loss 0 and no gradient.
  * loss is [], or [...] for PYDET_REDUCTION_NONE; dloss like it, or NULL for 1. loss in backward is NULL, or written too. */
 enum { PYDET_REDUCTION_MEAN = 0, PYDET_REDUCTION_SUM = 1, PYDET_REDUCTION_NONE = 2 };
 
@@ -889,7 +888,7 @@ PYDET_API pydet_status pydet_fold(void *stream, const pydet_tensor *const *parts
                                   const pydet_tensor *bias, const pydet_tensor *out, const pydet_fold_options *options);
 
 /* ---- AdamW ----------------------------------------------------------------------------------------------------
- * One step in place, of count tensors: 1 to PYDET_ADAMW_TENSORS. masters: NULL, or fp32 beside bf16, fp16. */
+ * A step in place, of 1 to PYDET_ADAMW_TENSORS tensors. masters: NULL, or fp32 beside bf16, fp16. */
 enum { PYDET_ADAMW_TENSORS = 64 };
 
 typedef struct pydet_adamw_step {
