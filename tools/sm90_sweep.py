@@ -7,10 +7,11 @@ kind, m, n, k, k_chunk, the operands' layout, the kernel that the library chose,
 variants take turns, each as a CUDA graph over buffers that pass the L2. A tile that is far behind in its first sample
 gets no other; with --within 1.5 none that the rates predict to take over 1.5 times as long as the fastest is timed.
 With --few-rows the problems have 1 to 128 rows, or so many as it says (33-96), and the kernels of skinny.cu are timed
-too; with --k-chunk all have one and more than one chunk; with --handed-over the library's choice hands tiles over in all. With --sustained 0.15 the
-kernels that are near the best are then run for so many seconds twice, in turn in random orders, and their times are of
-the last two thirds of that, as the card's power limit has them; the line has the SM clock of each beside them. --also
-EXPRESSION names tiles that --within does not leave out; --shapes 4096x4096x4096,... replaces what is drawn.
+too; with --k-chunk all have one and more than one chunk; with --handed-over the library's choice hands tiles over in
+all. With --sustained 0.15 the kernels that are near the best are then run for so many seconds twice, in turn in random
+orders, and their times are of the last two thirds of that, as the card's power limit has them; the line has the SM
+clock of each beside them. --also EXPRESSION names tiles that --within does not leave out; --shapes 4096x4096x4096,...
+replaces what is drawn.
 """
 
 import argparse
