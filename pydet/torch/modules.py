@@ -16,7 +16,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import code, functions, scans, shared
+from pydet.torch import code, functions, jetmoe, scans, shared
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -339,7 +339,7 @@ def _has_sinks(module: Any) -> bool:
 
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
-    multiplies = Linear | Fp8Linear | Conv1D | Convolution | RMSNorm | LayerNorm | Router
+    multiplies = Linear | Fp8Linear | Conv1D | Convolution | RMSNorm | LayerNorm | Router | jetmoe.ParallelExperts
     if isinstance(module, multiplies) or is_copying_embedding(module):
         names = ["weight", "bias"]
     elif _has_sinks(module):
@@ -440,8 +440,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     What a model makes once and shares with a batch, as positions, T5's ``relative_attention_bias`` and vectors that
     scale residuals, is named in the result's ``spread``. Where the model's code adds it to the batch, multiplies it by
     it or gives it to pydet's attention as its bias, also after functions of each element, each element's gradient is
-    added in the order of the batch's places. Elsewhere PyTorch sums it over the batch before, which the result's
-    ``summed`` counts. A bias of attention then has a gradient for each sequence in memory.
+    added in the order of the batch's places; so is that of a number that it makes of vectors (DiffLlama). Elsewhere
+    PyTorch sums it over the batch before, which the result's ``summed`` counts. A bias of attention then has a gradient
+    for each sequence in memory.
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
@@ -453,9 +454,10 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
             experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the convolutions, routers and
             experts that :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, parameters
-            of some of its modules that a batch shares (Doge, Apertus, Swin, Whisper), and PyTorch's embeddings, which
-            become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of an id
-            are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
+            of some of its modules that a batch shares (Doge, Apertus, DiffLlama, JetMoe, Swin, Whisper), and PyTorch's
+            embeddings, which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``).
+            The tokens of an id are added in their order, cut anywhere, and sinks are summed over sequences, cut
+            between them.
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
