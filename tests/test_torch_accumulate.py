@@ -618,6 +618,87 @@ def test_tokens_ahead_of_sequences(bias):
     holds_the_gradient(net, x)
 
 
+# ---- What the report counts ------------------------------------------------------------------------------------------
+
+
+def counted(net, calls, between=lambda found: None):
+    """What the report has after a backward pass of each of these functions."""
+    found = pt.accumulate_gradients(net)
+    for i, call in enumerate(calls):
+        if i:
+            between(found)
+        call().sum().backward()
+    words = [line for line in str(found).splitlines() if "micro-batches may have other bits" in line]
+    assert len(words) == len(found.repeated) + len(found.cut)
+    return dict(found.repeated), dict(found.cut)
+
+
+def test_a_module_that_is_called_several_times_is_counted():
+    """And micro-batches differ from one batch then, as it says."""
+
+    class Twice(torch.nn.Sequential):
+        def forward(self, x):
+            return self[0](self[0](x).tanh()).tanh() + self[1](x)
+
+    torch.manual_seed(0)
+    net, x = Twice(pt.Linear(16, 16), pt.Linear(16, 16)), normal(64, 16)
+    again = {"0.weight": 2, "0.bias": 2}
+    assert counted(net, [lambda: net(x), lambda: net(x)]) == (again, {})
+    found = pt.accumulate_gradients(net)
+    whole, parts = (sums_of(net, found, {"x": x}, cut) for cut in (64, 16))
+    assert torch.equal(whole["1.weight"], parts["1.weight"]) and not torch.equal(whole["0.weight"], parts["0.weight"])
+    plain = torch.nn.Sequential(pt.Linear(16, 16), pt.Linear(16, 16))
+    assert counted(plain, [lambda: plain(x), lambda: plain(x)]) == ({}, {})
+    embedding = torch.nn.Sequential(torch.nn.Embedding(5, 16), pt.Linear(16, 16))
+    ids = torch.arange(5)
+    assert counted(embedding, [lambda: embedding(ids) + embedding[0](ids)]) == ({"0.weight": 1}, {})
+
+
+def test_tied_weights_are_not_counted():
+    """Each of them has a sum of its own."""
+    net = torch.nn.Sequential(torch.nn.Embedding(8, 16), pt.Linear(16, 16), pt.Linear(16, 8, bias=False))
+    net[2].weight = net[0].weight
+    ids = torch.arange(5)
+    assert counted(net, [lambda: net(ids), lambda: net(ids)]) == ({}, {})
+    assert counted(net, [lambda: net(ids) + net[2](net[1](net[0](ids)))]) != ({}, {})
+
+
+CUTS = {  # modules, and after how many rows they may be cut
+    "RMSNorm": (lambda: pt.RMSNorm(16), pydet.DWEIGHT_ROWS),
+    "LayerNorm": (lambda: pt.LayerNorm(16), pydet.DWEIGHT_ROWS),
+    "ieee": (lambda: pt.Linear(16, 16, arithmetic="ieee"), 1),
+    "auto": (lambda: pt.Linear(16, 16), 1),
+    "chunks": (lambda: pt.Linear(16, 16, k_chunk=32), 32),
+    "sm90": (lambda: pt.Linear(16, 16, arithmetic="sm90", dtype=torch.bfloat16), 16),
+    "fp8": (lambda: pt.Fp8Linear(128, 128), 128),
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_cut_in_the_middle_of_a_sum_is_counted(kind):
+    make, step = CUTS[kind]
+    net = torch.nn.Sequential(make())
+    names = [name for name, _ in net.named_parameters()]
+    width = net[0].in_features if hasattr(net[0], "in_features") else 16
+    x = normal(2 * step + 3, width, dtype=next(net.parameters()).dtype)
+    call = lambda rows: lambda: net(x[:rows]).float()
+    assert counted(net, [call(step), call(2 * step), call(step + 1)]) == ({}, {}), "the last may have any number"
+    in_ieee = ["0.bias"] if kind == "fp8" else []  # which may be cut anywhere
+    behind = {name: 1 for name in names if step > 1 and name not in in_ieee}
+    assert counted(net, [call(step + 1), call(step)]) == ({}, behind)
+    zeroed = lambda found: [p.main_grad.zero_() for p in found]
+    assert counted(net, [call(step + 1), call(step)], zeroed) == ({}, {})
+    other = lambda found: [setattr(p, "main_grad", None) for p in found]
+    assert counted(net, [call(step + 1), call(step)], other) == ({}, {})
+    assert counted(net, [call(step + 1), call(0)]) == ({}, {})
+
+
+def test_heads_are_rows_of_a_norm():
+    net, x = torch.nn.Sequential(pt.RMSNorm(8)), normal(3, pydet.DWEIGHT_ROWS // 2, 2, 8)
+    assert counted(net, [lambda: net(x), lambda: net(x)]) == ({}, {})
+    assert counted(net, [lambda: net(x[:, 1:]), lambda: net(x)]) == ({}, {"0.weight": 1})
+
+
 # ---- What a batch shares ---------------------------------------------------------------------------------------------
 
 

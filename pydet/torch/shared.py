@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import pydet
-from pydet.torch.accumulate import Accumulation, Part, check_own, fold, main_grad, sum_of
+from pydet.torch.accumulate import Accumulation, Part, adding, check_own, fold
 from pydet.torch.ops import DTYPES
 from pydet.torch.stock import Derived
 
@@ -253,7 +253,7 @@ class _Spread(torch.autograd.Function):
             if source.padding is not None:
                 kept = ids // (max(w.shape[-1], 1) // width) != source.padding
                 rows, ids = rows[kept], ids[kept]
-            into = sum_of(w, source.part).view(-1, width)
+            into = adding(w, source.part).view(-1, width)
             if len(ids):
                 pydet.embedding_backward(rows.contiguous(), ids.contiguous(), out=into, accumulate=True)
             fold(w, source.part)
@@ -281,7 +281,7 @@ class _SpreadNumber(torch.autograd.Function):
             ids = torch.zeros(len(each), dtype=torch.int32, device=dy.device)
             for (w, source), slope in zip(ctx.number.sources.items(), ctx.number.slopes(), strict=True):
                 if w.requires_grad:
-                    into = sum_of(w, source.part)[None]
+                    into = adding(w, source.part)[None]
                     pydet.embedding_backward(each * slope, ids, out=into, accumulate=True)
                     fold(w, source.part)
         return None, None, None, *[None for _ in vectors]
@@ -356,7 +356,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if ctx.parameter.requires_grad:
             ctx.summed[ctx.name] += 1
-            main_grad(ctx.parameter).add_(dy)
+            adding(ctx.parameter).add_(dy)
         return None, None, None
 
 
