@@ -28,7 +28,7 @@ UNKNOWN, OUT_OF_MEMORY, OLD_DRIVER, NO_BINARY, ILLEGAL_ADDRESS, CAPTURE_INVALIDA
 CAPABILITIES = (80, 90, 100)
 # What only tunes or checks, so that a call may go on without it, and what puts the caller's device back at the end.
 DISPENSABLE = {
-    *("cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaSetDevice"),
+    *("cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cuPointerGetAttributes", "cudaSetDevice"),
     *("cudaOccupancyMaxActiveClusters", "cudaFuncSetAttribute"),
 }
 
@@ -496,5 +496,66 @@ def test_what_a_call_asks_of_the_runtime_may_be_asked_under_capture(cuda, capabi
     assert asked <= {
         *("cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute", "cudaPointerGetAttributes"),
         *("cudaFuncSetAttribute", "cudaFuncGetAttributes", "cudaLaunchKernelExC", "cudaOccupancyMaxActiveClusters"),
-        *("cudaGetDriverEntryPointByVersion", "cuTensorMapEncodeTiled"),
+        *("cudaGetDriverEntryPointByVersion", "cuTensorMapEncodeTiled", "cuPointerGetAttributes"),
     }
+
+
+def many_tensors(room, strange=None):
+    """As many as a call of AdamW takes, with masters, one behind the other in `room`; `strange`: (list, number) of one
+    that lies at its end."""
+    lists, at, most = [], 0, capi.lib.PYDET_ADAMW_TENSORS
+    kinds = [capi.random(1, kind).dtype for kind in ("bfloat16", "bfloat16", "float32", "float32", "float32")]
+    for number, kind in enumerate(kinds):
+        tensors = []
+        for i in range(most):
+            array = room[-256:] if (number, i) == strange else room[at : at + 256]
+            at += 256
+            tensors.append(capi.Tensor(array.view(kind)[:64], device=(CUDA, DEVICE)))
+        lists.append(tensors)
+    return lists
+
+
+def step(cuda, lists):
+    pointers = [ffi.new("const pydet_tensor *[]", [capi.pointer(x) for x in one]) for one in lists]
+    how = capi.options("pydet_adamw_step", lr=0.1, beta1=0.9, beta2=0.99)
+    return cuda.lib.pydet_adamw(ffi.cast("void *", STREAM), *pointers, len(lists[0]), how, ffi.NULL)
+
+
+def test_a_step_of_many_tensors_asks_once_for_each_allocation(cuda):
+    """Of 320 tensors in one allocation; of a driver that does not answer, each; and one that is the host's is found."""
+    room = np.zeros(2 << 20, np.uint8)
+    room = room[-room.ctypes.data % (1 << 20) :][: 1 << 20]
+    lists = many_tensors(room)
+    cuda.start(90)
+    assert step(cuda, lists) == 0, cuda.sentence()
+    assert cuda.log().count("cuPointerGetAttributes") == 1 and "cudaPointerGetAttributes" not in cuda.log()
+    assert cuda.fake.fakecuda_launches() == 1
+    first = cuda.log().index("cuPointerGetAttributes")
+    cuda.start(90)
+    assert step(cuda, lists) == 0  # the driver's function is known by now
+    cuda.start(90, fail_at=cuda.log().index("cuPointerGetAttributes"))
+    assert first and step(cuda, lists) == 0
+    assert cuda.log().count("cuPointerGetAttributes") == 2 and cuda.log().count("cudaPointerGetAttributes") == 1
+    for strange in ((0, 0), (1, 63), (4, 31)):
+        lists = many_tensors(room, strange)
+        cuda.start(90)
+        cuda.fake.fakecuda_strange(ctypes.c_void_p(room.ctypes.data + room.nbytes - 256), ctypes.c_size_t(256))
+        assert step(cuda, lists) == capi.lib.PYDET_INVALID_DEVICE and not cuda.fake.fakecuda_launches()
+        at = f"{room.ctypes.data + room.nbytes - 256:#x}"
+        assert cuda.sentence().startswith(f"adamw: the data at {at} lie on the host"), cuda.sentence()
+
+
+def test_a_step_of_tensors_in_many_allocations(cuda):
+    """More than are remembered of a call: each is found all the same, and one of the host's among them."""
+    room = np.zeros(67 << 20, np.uint8)
+    room = room[-room.ctypes.data % (1 << 20) :][: 66 << 20].reshape(66, -1)
+    lists = [
+        [capi.Tensor(x[at : at + 32].view(np.float32), device=(CUDA, DEVICE)) for x in room[:64]]
+        for at in range(0, 1024, 256)
+    ] + [[None] * 64]
+    cuda.start(90)
+    assert step(cuda, lists) == 0, cuda.sentence()
+    assert cuda.log().count("cuPointerGetAttributes") == 64
+    cuda.start(90)
+    cuda.fake.fakecuda_strange(ctypes.c_void_p(room[50].ctypes.data), ctypes.c_size_t(1 << 20))
+    assert step(cuda, lists) == capi.lib.PYDET_INVALID_DEVICE and "lie on the host" in cuda.sentence()
