@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ class StandIn:
     """A copy of the library, since it asks a device once what it is."""
 
     def __init__(self, folder):
-        copy = shutil.copy(LIBRARY, folder)
+        self.path = copy = shutil.copy(LIBRARY, folder)
         self.lib = ffi.dlopen(str(copy))
         self.fake = ctypes.CDLL(str(copy))
         self.fake.fakecuda_log.restype = ctypes.c_char_p
@@ -559,3 +560,56 @@ def test_a_step_of_tensors_in_many_allocations(cuda):
     cuda.start(90)
     cuda.fake.fakecuda_strange(ctypes.c_void_p(room[50].ctypes.data), ctypes.c_size_t(1 << 20))
     assert step(cuda, lists) == capi.lib.PYDET_INVALID_DEVICE and "lie on the host" in cuda.sentence()
+
+
+# ---- XLA's handlers --------------------------------------------------------------------------------------------------
+
+
+def test_a_product_of_xla_copies_its_operands_where_it_is_given_room(cuda):
+    """Rows that begin between units of 16 bytes: copies in the workspace and a tile, as from C; else other kernels."""
+    import xla_frames as frames
+
+    handler = frames.handlers(cuda.fake, "on_gpu")["gemm"]
+    bf16, m, n, k = frames.BF16, 256, 512, 252
+    size, need = ffi.new("uint64_t *"), 0
+    for rows in (m, n):
+        tensor = capi.Tensor(shape=(rows, k), dtype=capi.BFLOAT16, data=256, device=(CUDA, DEVICE))
+        cuda.start(90)
+        assert cuda.lib.pydet_gemm_copy_workspace(tensor.c, size) == 0 and size[0]
+        need += size[0]
+    for skinny, more, copied in itertools.product((0, 1), (-1, 0, 1000), (True, False)):
+        shapes = (m, k), (n, k), (m, n)
+        call = frames.gemm(*shapes, transpose_b=1, skinny=skinny, has_workspace=int(copied))
+        specs = [(bf16, shape) for shape in shapes]
+        room = ((frames.U8, (need + more,)),) if copied else ()
+        call = frames.dataclasses.replace(call, arguments=tuple(specs[:2]), results=(specs[2], *room))
+        cuda.start(90)
+        sentence, _ = frames.run(handler, call, 0, stream=STREAM, ordinal=DEVICE)
+        assert sentence is None and not cuda.fake.fakecuda_elsewhere()
+        kernel = ffi.string(cuda.lib.pydet_last_kernel()).decode()
+        assert (kernel == "cuda_gemm_sm90_copied") == (copied and more >= 0), (kernel, skinny, more)
+        assert cuda.fake.fakecuda_launches() == (2 if copied and more >= 0 else 1)
+
+
+def test_the_room_that_jax_asks_for(cuda, monkeypatch):
+    """Of a Hopper, for what it reads badly, exactly; of other GPUs and types none."""
+    jax = pytest.importorskip("jax")
+    from pydet.jax import foreign
+
+    library = types.SimpleNamespace(lib=foreign.ffi.dlopen(str(cuda.path)))
+    monkeypatch.setattr(foreign._native, "try_load", lambda index: (library, ""))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked = foreign._bytes_of_copy.__wrapped__
+    cuda.start(90)
+    for dtype in ("bfloat16", "float16"):
+        assert asked((300, 3420), dtype, False) == 300 * 3456 * 2
+        assert asked((3420, 300), dtype, True) == asked((3420, 300), dtype, False) == 3420 * 320 * 2
+        assert asked((2, 150, 3420), dtype, False) == 300 * 3456 * 2  # rows of one matrix
+        assert asked((2, 150, 3420), dtype, True) == 0
+        assert asked((300, 3424), dtype, False) == asked((0, 3420), dtype, False) == asked((300, 0), dtype, False) == 0
+    assert asked((300, 3420), "float32", False) == 0
+    cuda.start(80)
+    assert asked((300, 3420), "bfloat16", False) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    cuda.start(90)
+    assert asked((300, 3420), "bfloat16", False) == 0
