@@ -1,5 +1,5 @@
-// A step has hundreds of tensors, and a device's driver takes a microsecond to say where memory lies: a third of the
-// step's time on the host. Most of them lie in a few allocations, so it is asked once for each of those.
+// A step has hundreds of tensors, and a device's driver says of one at a time where it lies. Most of them lie in a few
+// allocations, so it is asked once for each of those.
 #pragma once
 
 #include "core/kernel.h"
