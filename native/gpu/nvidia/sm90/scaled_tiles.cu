@@ -459,8 +459,10 @@ template <int index> pydet_status scaled_gemm_sm90(const ScaledGemm &g, const Ch
   } else if constexpr (!tile.takes(true)) {
     return launch_shape<Shape<Its, kE4m3, kE4m3, true, false>>(g);
   } else {
-    return g.out.type == Type::f32 ? launch_shape<Shape<Its, kE4m3, kE4m3, true, true>>(g)
-                                   : launch_shape<Shape<Its, kE4m3, kE4m3, false, true>>(g);
+    if (g.out.type == Type::f32) return launch_shape<Shape<Its, kE4m3, kE4m3, true, true>>(g);
+    if constexpr (tile.takes(false))
+      if (!g.along_k) return launch_shape<Shape<Its, kE4m3, kE4m3, false, false>>(g);
+    return launch_shape<Shape<Its, kE4m3, kE4m3, false, true>>(g);
   }
 }
 template pydet_status scaled_gemm_sm90<0>(const ScaledGemm &, const Choice &);
