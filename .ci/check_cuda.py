@@ -35,11 +35,14 @@ def run(tools, *arguments):
 
 def quick(code, words):
     """Whether a text names a kernel of an object that was made quickly. nvcc puts a file's name into those of its
-    kernels; those of Hopper's objects of one type name the type, 1 bf16, 2 fp16."""
+    kernels; those of Hopper's objects of one type name the type, 1 bf16, 2 fp16, or that of a and then of b, 3 e4m3,
+    4 e5m2."""
     for word in words:
         file, _, group = pathlib.Path(word).name.partition(".")
         kernel = rf"\d_{file}_cu_"
-        if "sm90/" in word and group:
+        if group == "e5m2":
+            kernel += r"\w*4TypeE(3ELS\w{0,2}_)?4E"
+        elif "sm90/" in word and group:
             kernel += rf"\w*4TypeE{1 + int(group) % 2 if file == 'gemm' else group}E"
         if re.search(kernel, code):
             return True
