@@ -17,6 +17,11 @@ from bench import draws
 from bench.cuda_norms import sets_of
 from bench.harness import Row, Variant
 
+try:
+    from flashinfer import sampling as flashinfer
+except ImportError:
+    flashinfer = None
+
 DEVICE = "cuda"
 VOCABULARIES = [32000, 50257, 128256, 129280, 151936, 152064, 262144]
 
@@ -69,6 +74,20 @@ def race(p):
     return p.div_(torch.empty_like(p).exponential_()).argmax(-1)
 
 
+def of_flashinfer(x, top_k=0, top_p=1.0, min_p=0.0):
+    """A token by FlashInfer, whose logits are fp32, by the function that it has for these filters."""
+    told = {"seed": 1, "offset": 0}  # else the host asks a generator, which a graph cannot repeat
+    if min_p:
+        p = flashinfer.top_k_renorm_probs(flashinfer.softmax(x, TEMPERATURE), top_k)
+        return flashinfer.min_p_sampling_from_probs(flashinfer.top_p_renorm_probs(p, top_p), min_p, **told)
+    if top_p < 1:
+        return flashinfer.top_p_sampling_from_probs(flashinfer.softmax(x, TEMPERATURE), top_p, **told)
+    x = x.float().div_(TEMPERATURE)
+    if top_k:
+        return flashinfer.top_k_top_p_sampling_from_logits(x, top_k, top_p, **told)
+    return flashinfer.sampling_from_logits(x, **told)
+
+
 def sampling(m, n, filters=""):
     xs, options = [4 * normal(m, n) for _ in range(sets_of(2 * m * n))], FILTERS[filters]
     tokens = [empty(m, dtype=torch.int64) for _ in xs]
@@ -82,6 +101,8 @@ def sampling(m, n, filters=""):
         Variant("exponential race", [partial(lambda x: race(probabilities(x, **options)), x) for x in xs]),
         Variant("argmax", [partial(torch.argmax, x, -1) for x in xs]),
     ]
+    if flashinfer:
+        variants.append(Variant("flashinfer", [partial(of_flashinfer, x, **options) for x in xs]))
     return Row(
         f"sample, {filters}" if filters else "sample", f"{m} x {n}", "bf16", variants, "multinomial", 2 * m * n, "GB/s"
     )

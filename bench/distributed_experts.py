@@ -245,6 +245,7 @@ def _training(run, of, layers, x, angles):
         return step
 
     def ours(layer, shared):
+        """In segments, a rank's each: sums in their order."""
         pydet.torch.accumulate_gradients(layer)
         group = None if shared else run.alone
         sums = pd.OrderedMainGrads(layer.named_parameters(), group=group)
@@ -261,15 +262,30 @@ def _training(run, of, layers, x, angles):
 
         return step
 
-    for name in ("stock, one GPU", "stock, all-to-all", "pydet, one GPU", "pydet, tokens shared out"):
-        layer, shared = layers[name]
-        step = (ours if "pydet" in name else stock)(layer, shared)
+    def continued(layer, shared):
+        """In one batch, to sums in fp32."""
+        pydet.torch.accumulate_gradients(layer)
+
+        def step(i):
+            for p in layer.parameters():
+                p.main_grad.zero_()
+            passes(layer, slice(None))
+
+        return step
+
+    for name, kind in (
+        *(("stock, one GPU", stock), ("stock, all-to-all", stock), ("pydet, one GPU", stock)),
+        *(("pydet, one GPU, main_grad", continued), ("pydet, one GPU, segments in order", ours)),
+        ("pydet, tokens shared out", ours),
+    ):
+        layer, shared = layers[", ".join(name.split(", ")[:2])]
+        step = kind(layer, shared)
         us[name] = run.timed(step, 4)
-        if "pydet" in name:
-            found[name] = step(0), {n: p.main_grad for n, p in layer.named_parameters()}
+        if kind is ours:
+            found[shared] = step(0), {n: p.main_grad for n, p in layer.named_parameters()}
         for p in layer.parameters():
             p.grad = None
-    (one, sums), (own, shares) = found["pydet, one GPU"], found["pydet, tokens shared out"]
+    (one, sums), (own, shares) = found[False], found[True]
     differ = {"y": run.differ(own[0][0], one[run.rank][0]), "dx": run.differ(own[0][1], one[run.rank][1])}
     for name, want in sums.items():
         got = shares[name]

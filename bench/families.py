@@ -327,7 +327,12 @@ def gradients_that_differ(model: torch.nn.Module) -> dict[str, tuple[int, str]]:
         return {name: x.clone() for name, x in both.items() if x is not None}
 
     whole, parts = gradients(2), gradients(1)
-    said = {**dict.fromkeys(found.outside, "in grad"), **dict.fromkeys(found.summed, "summed by PyTorch")}
+    said = {
+        **dict.fromkeys(found.cut, "cut"),
+        **dict.fromkeys(found.repeated, "repeated"),
+        **dict.fromkeys(found.outside, "in grad"),
+        **dict.fromkeys(found.summed, "summed by PyTorch"),
+    }
     differ = {name: int((whole[name] != parts[name]).sum()) for name in whole}
     return {name: (n, said.get(name, "not named")) for name, n in differ.items() if n}
 
@@ -429,7 +434,8 @@ def page(rows: list[list[str]]) -> str:
         "where a router chooses, rounding may change its choice in bfloat16. Left to PyTorch: the classes of modules\n"
         "whose own code calls operators of PyTorch that sum, choose or depend on a place, without embeddings; and the\n"
         "parameters whose gradients differ, with what `accumulate_gradients` says of them: it stays in `grad`\n"
-        "(`outside`), or PyTorch sums it over the batch before (`summed`).\n\n"
+        "(`outside`), or PyTorch sums it over the batch before (`summed`), or its module is called several times\n"
+        "(`repeated`), or has rows that the batch's parts do not end with (`cut`).\n\n"
         f"{versions}: {ran} families ran; of {len(cells)} cells {counted['0']} are 0,\n"
         f"{counted['refused']} refused, and {other} have elements that differ.\n\n" + table(rows)
     )

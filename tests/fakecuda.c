@@ -15,6 +15,8 @@
 static struct {
   int devices, device, capability, driver, error, launches, elsewhere, context;
   void *stream;
+  const char *strange; /* see fakecuda_strange */
+  size_t strange_bytes;
 } fake = {.devices = 1, .capability = 90, .driver = 13000};
 static struct {
   struct kernel {
@@ -40,10 +42,14 @@ static int shared_bytes(void) { /* that a block may ask for */
 EXPORT void fakecuda_reset(int devices, int capability, int driver, int fail_at, int error, int lasting, void *stream) {
   fake.devices = devices, fake.device = 0, fake.capability = capability, fake.driver = driver, fake.error = error;
   fake.stream = stream, fake.launches = fake.elsewhere = 0, fake.context = 1;
+  fake.strange = NULL, fake.strange_bytes = 0;
   start_calls(fail_at, lasting);
 }
 /* As in a thread that has done nothing on a GPU: device 1 is current, and no context. */
 EXPORT void fakecuda_new_thread(void) { fake.device = 1, fake.context = 0; }
+/* From here on the runtime does not know this memory, as the host's own. */
+EXPORT void fakecuda_strange(const void *begin, size_t bytes) { fake.strange = begin, fake.strange_bytes = bytes; }
+static int is_strange(const void *at) { return (size_t)((const char *)at - fake.strange) < fake.strange_bytes; }
 EXPORT int fakecuda_launches(void) { return fake.launches; }
 EXPORT int fakecuda_elsewhere(void) { return fake.elsewhere; } /* launches on another stream or another device than 1 */
 EXPORT int fakecuda_device(void) { return fake.device; }
@@ -190,10 +196,24 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, in
 }
 EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *at) {
   CALL("cudaPointerGetAttributes");
-  (void)at;
   memset(attributes, 0, sizeof *attributes);
-  attributes->type = cudaMemoryTypeDevice;
+  attributes->type = is_strange(at) ? cudaMemoryTypeUnregistered : cudaMemoryTypeDevice;
   return cudaSuccess;
+}
+/* Allocations are of 1 MiB here, and begin at whole numbers of them; those that have strange memory end before it. */
+static CUresult attributes_of(unsigned count, CUpointer_attribute *which, void **found, CUdeviceptr at) {
+  if (fails("cuPointerGetAttributes")) return CUDA_ERROR_INVALID_VALUE;
+  const size_t size = 1 << 20;
+  CUdeviceptr begin = at / size * size, end = begin + size;
+  const CUdeviceptr strange = (CUdeviceptr)fake.strange;
+  if (begin < strange && strange < end) *(at < strange ? &end : &begin) = strange;
+  if (is_strange((const void *)at)) begin = end = 0;
+  for (unsigned i = 0; i < count; ++i) {
+    if (which[i] == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *(CUdeviceptr *)found[i] = begin;
+    else if (which[i] == CU_POINTER_ATTRIBUTE_RANGE_SIZE) *(size_t *)found[i] = end - begin;
+    else return CUDA_ERROR_INVALID_VALUE;
+  }
+  return CUDA_SUCCESS;
 }
 EXPORT const char *cudaGetErrorString(cudaError_t error) { return error ? "made to fail" : "no error"; }
 
@@ -211,8 +231,9 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **e
                                                     enum cudaDriverEntryPointQueryResult *found) {
   CALL("cudaGetDriverEntryPointByVersion");
   (void)version, (void)flags;
-  *found = cudaDriverEntryPointSymbolNotFound;
-  if (strcmp(symbol, "cuTensorMapEncodeTiled")) return cudaSuccess;
-  *entry = (void *)encode, *found = cudaDriverEntryPointSuccess;
+  *found = cudaDriverEntryPointSuccess;
+  if (!strcmp(symbol, "cuTensorMapEncodeTiled")) *entry = (void *)encode;
+  else if (!strcmp(symbol, "cuPointerGetAttributes")) *entry = (void *)attributes_of;
+  else *found = cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }

@@ -28,9 +28,10 @@ def test_the_page_has_every_family():
     assert list(found) == families.FAMILIES and len(found) >= 40
     assert all(len(cells) == len(families.COLUMNS) - 1 for cells in found.values())
     assert sum(cells[:4] == ["0, 0"] * 4 for cells in found.values()) >= 30
+    assert {x for cells in found.values() for cell in cells[:4] for x in cell.split(", ")} == {"0", "refused", "-"}
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "diffllama", "jetmoe"])
 def test_a_row(family):
     assert families.row(family)[1:5] == cells_of_the_page()[family][:4] == ["0, 0"] * 4
 

@@ -195,3 +195,69 @@ def test_where_tensors_lie_differently(torch):
                 adam.step()
             found.append(p.detach().cpu())
     same_tensors(found[:3], found[3:])
+
+
+def test_the_optimizer_steps_on_the_current_stream(torch):
+    """Behind what makes its gradients there, which takes long; the default stream is not waited for."""
+    import pydet.torch as pt
+    from test_torch_optimizer import same_tensors
+
+    found = []
+    for where in ("cpu", "cuda"):
+        parameters = [torch.nn.Parameter(torch.ones(1 + i, device=where)) for i in range(70)]
+        adam, stream = pt.AdamW(parameters, lr=0.1), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(3):
+                if where == "cuda":
+                    torch.cuda._sleep(20_000_000)
+                for i, p in enumerate(parameters):
+                    p.grad = torch.full_like(p, 0.1 * step + i)
+                adam.step()
+        stream.synchronize()
+        found.append([p.detach().cpu() for p in parameters])
+    same_tensors(*found)
+
+
+def test_parameters_that_move_between_devices(torch):
+    """Without their state they are refused; with it, loaded anew, they go on with the same bits."""
+    import pydet.torch as pt
+    from test_torch_optimizer import same_tensors
+
+    found = []
+    for moves in (False, True):
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 5 + i).bfloat16()) for i in range(70)]
+        adam = pt.AdamW(parameters, lr=0.1)
+        for step in range(3):
+            for p in parameters:
+                p.grad = None
+                if moves and step == 1:
+                    p.data = p.data.cuda()
+                p.grad = torch.full_like(p, 0.1 * step + len(p))
+            if moves and step == 1:
+                with pytest.raises(pydet.Error, match=r"^adamw: exp_avgs\[0\] is on the CPU, want CUDA device 0"):
+                    adam.step()
+                for state in adam.state.values():  # which the refused step has counted
+                    state["step"] = 1
+                    state["beta1_power"], state["beta2_power"] = 0.9, 0.999
+                adam.load_state_dict(adam.state_dict())
+            adam.step()
+        found.append([x.cpu() for p in parameters for x in (p.detach(), adam.state[p]["master"])])
+    same_tensors(*found)
+
+
+def test_parameters_on_two_devices(torch):
+    """Those of the CPU and of a GPU in one optimizer, and in one group."""
+    import pydet.torch as pt
+    from test_torch_optimizer import same_tensors
+
+    found = []
+    for where in (("cpu", "cpu"), ("cpu", "cuda")):
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 5 + i).to(where[i % 2])) for i in range(9)]
+        adam = pt.AdamW(parameters, lr=0.1)
+        for step in range(3):
+            for p in parameters:
+                p.grad = torch.full_like(p, 0.1 * step + len(p))
+            adam.step()
+        found.append([p.detach().cpu() for p in parameters])
+    same_tensors(*found)

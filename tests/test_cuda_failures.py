@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ UNKNOWN, OUT_OF_MEMORY, OLD_DRIVER, NO_BINARY, ILLEGAL_ADDRESS, CAPTURE_INVALIDA
 CAPABILITIES = (80, 90, 100)
 # What only tunes or checks, so that a call may go on without it, and what puts the caller's device back at the end.
 DISPENSABLE = {
-    *("cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaSetDevice"),
+    *("cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cuPointerGetAttributes", "cudaSetDevice"),
     *("cudaOccupancyMaxActiveClusters", "cudaFuncSetAttribute"),
 }
 
@@ -37,7 +38,7 @@ class StandIn:
     """A copy of the library, since it asks a device once what it is."""
 
     def __init__(self, folder):
-        copy = shutil.copy(LIBRARY, folder)
+        self.path = copy = shutil.copy(LIBRARY, folder)
         self.lib = ffi.dlopen(str(copy))
         self.fake = ctypes.CDLL(str(copy))
         self.fake.fakecuda_log.restype = ctypes.c_char_p
@@ -496,5 +497,119 @@ def test_what_a_call_asks_of_the_runtime_may_be_asked_under_capture(cuda, capabi
     assert asked <= {
         *("cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute", "cudaPointerGetAttributes"),
         *("cudaFuncSetAttribute", "cudaFuncGetAttributes", "cudaLaunchKernelExC", "cudaOccupancyMaxActiveClusters"),
-        *("cudaGetDriverEntryPointByVersion", "cuTensorMapEncodeTiled"),
+        *("cudaGetDriverEntryPointByVersion", "cuTensorMapEncodeTiled", "cuPointerGetAttributes"),
     }
+
+
+def many_tensors(room, strange=None):
+    """As many as a call of AdamW takes, with masters, one behind the other in `room`; `strange`: (list, number) of one
+    that lies at its end."""
+    lists, at, most = [], 0, capi.lib.PYDET_ADAMW_TENSORS
+    kinds = [capi.random(1, kind).dtype for kind in ("bfloat16", "bfloat16", "float32", "float32", "float32")]
+    for number, kind in enumerate(kinds):
+        tensors = []
+        for i in range(most):
+            array = room[-256:] if (number, i) == strange else room[at : at + 256]
+            at += 256
+            tensors.append(capi.Tensor(array.view(kind)[:64], device=(CUDA, DEVICE)))
+        lists.append(tensors)
+    return lists
+
+
+def step(cuda, lists):
+    pointers = [ffi.new("const pydet_tensor *[]", [capi.pointer(x) for x in one]) for one in lists]
+    how = capi.options("pydet_adamw_step", lr=0.1, beta1=0.9, beta2=0.99)
+    return cuda.lib.pydet_adamw(ffi.cast("void *", STREAM), *pointers, len(lists[0]), how, ffi.NULL)
+
+
+def test_a_step_of_many_tensors_asks_once_for_each_allocation(cuda):
+    """Of 320 tensors in one allocation; of a driver that does not answer, each; and one that is the host's is found."""
+    room = np.zeros(2 << 20, np.uint8)
+    room = room[-room.ctypes.data % (1 << 20) :][: 1 << 20]
+    lists = many_tensors(room)
+    cuda.start(90)
+    assert step(cuda, lists) == 0, cuda.sentence()
+    assert cuda.log().count("cuPointerGetAttributes") == 1 and "cudaPointerGetAttributes" not in cuda.log()
+    assert cuda.fake.fakecuda_launches() == 1
+    first = cuda.log().index("cuPointerGetAttributes")
+    cuda.start(90)
+    assert step(cuda, lists) == 0  # the driver's function is known by now
+    cuda.start(90, fail_at=cuda.log().index("cuPointerGetAttributes"))
+    assert first and step(cuda, lists) == 0
+    assert cuda.log().count("cuPointerGetAttributes") == 2 and cuda.log().count("cudaPointerGetAttributes") == 1
+    for strange in ((0, 0), (1, 63), (4, 31)):
+        lists = many_tensors(room, strange)
+        cuda.start(90)
+        cuda.fake.fakecuda_strange(ctypes.c_void_p(room.ctypes.data + room.nbytes - 256), ctypes.c_size_t(256))
+        assert step(cuda, lists) == capi.lib.PYDET_INVALID_DEVICE and not cuda.fake.fakecuda_launches()
+        at = f"{room.ctypes.data + room.nbytes - 256:#x}"
+        assert cuda.sentence().startswith(f"adamw: the data at {at} lie on the host"), cuda.sentence()
+
+
+def test_a_step_of_tensors_in_many_allocations(cuda):
+    """More than are remembered of a call: each is found all the same, and one of the host's among them."""
+    room = np.zeros(67 << 20, np.uint8)
+    room = room[-room.ctypes.data % (1 << 20) :][: 66 << 20].reshape(66, -1)
+    lists = [
+        [capi.Tensor(x[at : at + 32].view(np.float32), device=(CUDA, DEVICE)) for x in room[:64]]
+        for at in range(0, 1024, 256)
+    ] + [[None] * 64]
+    cuda.start(90)
+    assert step(cuda, lists) == 0, cuda.sentence()
+    assert cuda.log().count("cuPointerGetAttributes") == 64
+    cuda.start(90)
+    cuda.fake.fakecuda_strange(ctypes.c_void_p(room[50].ctypes.data), ctypes.c_size_t(1 << 20))
+    assert step(cuda, lists) == capi.lib.PYDET_INVALID_DEVICE and "lie on the host" in cuda.sentence()
+
+
+# ---- XLA's handlers --------------------------------------------------------------------------------------------------
+
+
+def test_a_product_of_xla_copies_its_operands_where_it_is_given_room(cuda):
+    """Rows that begin between units of 16 bytes: copies in the workspace and a tile, as from C; else other kernels."""
+    import xla_frames as frames
+
+    handler = frames.handlers(cuda.fake, "on_gpu")["gemm"]
+    bf16, m, n, k = frames.BF16, 256, 512, 252
+    size, need = ffi.new("uint64_t *"), 0
+    for rows in (m, n):
+        tensor = capi.Tensor(shape=(rows, k), dtype=capi.BFLOAT16, data=256, device=(CUDA, DEVICE))
+        cuda.start(90)
+        assert cuda.lib.pydet_gemm_copy_workspace(tensor.c, size) == 0 and size[0]
+        need += size[0]
+    for skinny, more, copied in itertools.product((0, 1), (-1, 0, 1000), (True, False)):
+        shapes = (m, k), (n, k), (m, n)
+        call = frames.gemm(*shapes, transpose_b=1, skinny=skinny, has_workspace=int(copied))
+        specs = [(bf16, shape) for shape in shapes]
+        room = ((frames.U8, (need + more,)),) if copied else ()
+        call = frames.dataclasses.replace(call, arguments=tuple(specs[:2]), results=(specs[2], *room))
+        cuda.start(90)
+        sentence, _ = frames.run(handler, call, 0, stream=STREAM, ordinal=DEVICE)
+        assert sentence is None and not cuda.fake.fakecuda_elsewhere()
+        kernel = ffi.string(cuda.lib.pydet_last_kernel()).decode()
+        assert (kernel == "cuda_gemm_sm90_copied") == (copied and more >= 0), (kernel, skinny, more)
+        assert cuda.fake.fakecuda_launches() == (2 if copied and more >= 0 else 1)
+
+
+def test_the_room_that_jax_asks_for(cuda, monkeypatch):
+    """Of a Hopper, for what it reads badly, exactly; of other GPUs and types none."""
+    jax = pytest.importorskip("jax")
+    from pydet.jax import foreign
+
+    library = types.SimpleNamespace(lib=foreign.ffi.dlopen(str(cuda.path)))
+    monkeypatch.setattr(foreign._native, "try_load", lambda index: (library, ""))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked = foreign._bytes_of_copy.__wrapped__
+    cuda.start(90)
+    for dtype in ("bfloat16", "float16"):
+        assert asked((300, 3420), dtype, False) == 300 * 3456 * 2
+        assert asked((3420, 300), dtype, True) == asked((3420, 300), dtype, False) == 3420 * 320 * 2
+        assert asked((2, 150, 3420), dtype, False) == 300 * 3456 * 2  # rows of one matrix
+        assert asked((2, 150, 3420), dtype, True) == 0
+        assert asked((300, 3424), dtype, False) == asked((0, 3420), dtype, False) == asked((300, 0), dtype, False) == 0
+    assert asked((300, 3420), "float32", False) == 0
+    cuda.start(80)
+    assert asked((300, 3420), "bfloat16", False) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    cuda.start(90)
+    assert asked((300, 3420), "bfloat16", False) == 0

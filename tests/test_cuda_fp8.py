@@ -22,6 +22,7 @@ GEMM_KERNELS = [k.name for k in cuda_kernels("scaled_gemm") if k.arithmetic == "
 PLAIN_COLUMNS = (96, 144, 160)  # of tiles of 128 rows that take e4m3 without scales along k alone
 PLAIN_KERNELS = {f"cuda_scaled_gemm_sm90_128x{columns}": columns for columns in PLAIN_COLUMNS}
 LOW_KERNELS = {f"cuda_scaled_gemm_sm90_64x{columns}": columns for columns in (64, 128)}  # with scales along k alone
+BESIDE_KERNELS = {"cuda_scaled_gemm_sm90_128x128_wide": 128}  # e4m3 alone, with scales along k or without
 IEEE_KERNELS = [kernel.name for kernel in cuda_kernels("scaled_gemm") if kernel.arithmetic == "ieee"]
 QUANTIZE_KERNELS = [kernel.name for kernel in cuda_kernels("quantize")]
 
@@ -315,6 +316,8 @@ def test_scaled_gemm_equals_the_cpu(torch, kernel):
         given = plain_problems(PLAIN_KERNELS[kernel])
     if kernel in LOW_KERNELS:
         given = low_problems(LOW_KERNELS[kernel])
+    if kernel in BESIDE_KERNELS:
+        given = [*plain_problems(BESIDE_KERNELS[kernel]), *low_problems(BESIDE_KERNELS[kernel])]
     if kernel == FINE_KERNEL:
         given = fine_problems()
     if kernel is None:

@@ -104,7 +104,14 @@ def test_more_tiles_than_blocks(device, kernel, dtype):
     for out in DTYPES.values():  # new arrays, which have no gaps: the copy engine may store them
         options["out_dtype"] = out
         assert_same_bits(device.grouped_gemm(x, y, end, **options), pydet.grouped_gemm(x, y, end, **options), "depth")
-    assert device.taken == 4
+    # Sums that go on: by pairs, and where their number is odd or rows begin between units of 16 bytes.
+    sums = data("normal", (len(end), 136, 520), DTYPES["fp32"], 2)
+    for n, room in ((520, 520), (519, 520), (518, 518)):
+        got, want = (np.ascontiguousarray(sums[:, :, :room]) for _ in range(2))
+        for call, out in ((device.grouped_gemm, got), (pydet.grouped_gemm, want)):
+            call(x, y[:, :n], end, out=out[:, :, :n], accumulate=True, arithmetic=kernel.arithmetic)
+        assert_same_bits(got, want, f"depth, sums of {n} columns go on")
+    assert device.taken == 7
 
 
 @each("grouped_gemm")

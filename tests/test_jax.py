@@ -928,6 +928,38 @@ def test_cuda_graphs():
     assert all(fewer[target] < executed[target] for target in executed), "and replayed"
 
 
+@pytest.mark.parametrize("graphs", (False, True))
+def test_operands_that_are_copied_on_a_gpu(graphs):
+    """Rows that begin between units of 16 bytes: the copies have room in the program, and the bits are the CPU's, again
+    and again, in graphs of commands too."""
+    if not any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("JAX has no GPU here")
+    source = """
+        import jax, ml_dtypes, numpy as np, pydet, pydet.jax as pj
+        random = np.random.default_rng(0)
+        draw = lambda *shape: (random.standard_normal(shape, np.float32) / 8).astype(ml_dtypes.bfloat16)
+        layers = [draw(1156, 1156) for _ in range(4)]
+
+        def forward(x, *layers):
+            for w in layers:
+                x = pj.linear(x, w, arithmetic="sm90")
+            return x
+
+        x = draw(503, 1156)
+        made = jax.jit(forward).lower(x, *layers).compile()
+        hopper = getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+        assert not hopper or made.as_text().count("u8[") >= 4, made.as_text()
+        for _ in range(2):
+            x = want = draw(503, 1156)
+            for w in layers:
+                want = pydet.skinny_gemm(want, w, arithmetic="sm90")
+            for _ in range(3):
+                assert np.asarray(made(x, *layers)).tobytes() == want.tobytes()
+    """
+    flags = "FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1" if graphs else ""
+    in_another_process(source, XLA_FLAGS=f"--xla_gpu_enable_command_buffer={flags}")
+
+
 # ---- The interface ---------------------------------------------------------------------------------------------------
 
 STRUCTURES = {

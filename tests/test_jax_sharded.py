@@ -86,6 +86,58 @@ def test_products():
     """)
 
 
+def test_products_with_room_for_copies():
+    """What a Hopper is given for operands that it reads badly: a result more of each product, which decides no bit,
+    alone, under vmap and grad, shared out, in shard_map; none of it where extents are symbols or there are initials."""
+    run("""
+    from pydet.jax import foreign
+
+    x, w, b, start = normal(8, 36, dtype="bfloat16"), normal(16, 36, dtype="bfloat16"), normal(16), normal(8, 16)
+    many = normal(3, 8, 36, dtype="bfloat16")
+    mesh = Mesh(np.array(jax.devices()), "dp")
+    each = lambda x, w: jax.shard_map(pj.linear, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))(x, w)
+    loss = lambda x, w: (pj.linear(x, w).astype("float32") ** 2).sum()
+    into = lambda x, w, start: pj.gemm(x, w.T, out_dtype="float32", accumulate=start)
+    cases = {  # how many products have room
+        "linear": (lambda *given: pj.linear(*given), (x, w, b), 1),
+        "gemm": (lambda *given: pj.gemm(*given), (x, w.T), 1),
+        "accumulate": (lambda *given: into(*given), (x, w, start), 1),
+        "rows of one matrix": (lambda *given: pj.linear(*given), (many, w), 1),
+        "vmap": (lambda *given: jax.vmap(pj.linear, (0, None))(*given), (many, w), 1),
+        "batches": (lambda *given: pj.gemm(*given), (many, normal(3, 36, 8, dtype="bfloat16")), 0),
+        "ieee": (lambda *given: pj.linear(*given, arithmetic="ieee"), (x, w), 0),
+        "grad": (lambda *given: jax.grad(loss, (0, 1))(*given), (x, w), 3),
+        "shard_map": (lambda *given: each(*given), (x, w), 1),
+    }
+    sharded = {"rows": (P("dp"), P()), "columns": (P(), P("dp"))}
+
+    def results(room):
+        jax.clear_caches()
+        foreign._bytes_of_copy = lambda shape, dtype, transposed: 512 * (dtype == "bfloat16" and room)
+        found = []
+        for name, (function, operands, count) in cases.items():
+            fresh = jax.jit(lambda *given: function(*given))
+            made = fresh.lower(*operands).compile()
+            rooms = len(re.findall(r"u8\\[1024\\][^)]*\\) custom-call", made.as_text()))
+            assert rooms == (count if room else 0), (name, rooms)
+            found += [np.asarray(y).tobytes() for y in jax.tree.leaves(made(*operands))]
+        for name, specs in sharded.items():
+            own = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip((x, w), specs, strict=True)]
+            made = jax.jit(lambda x, w: pj.linear(x, w)).lower(*own).compile()
+            assert ("u8[1024]" in made.as_text()) == room, name
+            found.append(np.asarray(made(*own)).tobytes())
+        return found
+
+    assert results(True) == results(False)
+    foreign._bytes_of_copy = lambda *given: 512
+    rows, = jax.export.symbolic_shape("rows")
+    spec = jax.ShapeDtypeStruct((rows, 36), "bfloat16")
+    checks = [jax.export.DisabledSafetyCheck.custom_call("pydet_gemm")]
+    exported = jax.export.export(jax.jit(lambda x, w: pj.linear(x, w)), disabled_checks=checks)(spec, w)
+    assert np.asarray(exported.call(x, w)).tobytes() == np.asarray(pj.linear(x, w)).tobytes()
+    """)
+
+
 def test_gradients_of_products():
     run("""
     x, w, b = normal(64, 32), normal(16, 32), normal(16)

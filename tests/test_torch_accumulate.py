@@ -618,6 +618,87 @@ def test_tokens_ahead_of_sequences(bias):
     holds_the_gradient(net, x)
 
 
+# ---- What the report counts ------------------------------------------------------------------------------------------
+
+
+def counted(net, calls, between=lambda found: None):
+    """What the report has after a backward pass of each of these functions."""
+    found = pt.accumulate_gradients(net)
+    for i, call in enumerate(calls):
+        if i:
+            between(found)
+        call().sum().backward()
+    words = [line for line in str(found).splitlines() if "micro-batches may have other bits" in line]
+    assert len(words) == len(found.repeated) + len(found.cut)
+    return dict(found.repeated), dict(found.cut)
+
+
+def test_a_module_that_is_called_several_times_is_counted():
+    """And micro-batches differ from one batch then, as it says."""
+
+    class Twice(torch.nn.Sequential):
+        def forward(self, x):
+            return self[0](self[0](x).tanh()).tanh() + self[1](x)
+
+    torch.manual_seed(0)
+    net, x = Twice(pt.Linear(16, 16), pt.Linear(16, 16)), normal(64, 16)
+    again = {"0.weight": 2, "0.bias": 2}
+    assert counted(net, [lambda: net(x), lambda: net(x)]) == (again, {})
+    found = pt.accumulate_gradients(net)
+    whole, parts = (sums_of(net, found, {"x": x}, cut) for cut in (64, 16))
+    assert torch.equal(whole["1.weight"], parts["1.weight"]) and not torch.equal(whole["0.weight"], parts["0.weight"])
+    plain = torch.nn.Sequential(pt.Linear(16, 16), pt.Linear(16, 16))
+    assert counted(plain, [lambda: plain(x), lambda: plain(x)]) == ({}, {})
+    embedding = torch.nn.Sequential(torch.nn.Embedding(5, 16), pt.Linear(16, 16))
+    ids = torch.arange(5)
+    assert counted(embedding, [lambda: embedding(ids) + embedding[0](ids)]) == ({"0.weight": 1}, {})
+
+
+def test_tied_weights_are_not_counted():
+    """Each of them has a sum of its own."""
+    net = torch.nn.Sequential(torch.nn.Embedding(8, 16), pt.Linear(16, 16), pt.Linear(16, 8, bias=False))
+    net[2].weight = net[0].weight
+    ids = torch.arange(5)
+    assert counted(net, [lambda: net(ids), lambda: net(ids)]) == ({}, {})
+    assert counted(net, [lambda: net(ids) + net[2](net[1](net[0](ids)))]) != ({}, {})
+
+
+CUTS = {  # modules, and after how many rows they may be cut
+    "RMSNorm": (lambda: pt.RMSNorm(16), pydet.DWEIGHT_ROWS),
+    "LayerNorm": (lambda: pt.LayerNorm(16), pydet.DWEIGHT_ROWS),
+    "ieee": (lambda: pt.Linear(16, 16, arithmetic="ieee"), 1),
+    "auto": (lambda: pt.Linear(16, 16), 1),
+    "chunks": (lambda: pt.Linear(16, 16, k_chunk=32), 32),
+    "sm90": (lambda: pt.Linear(16, 16, arithmetic="sm90", dtype=torch.bfloat16), 16),
+    "fp8": (lambda: pt.Fp8Linear(128, 128), 128),
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_cut_in_the_middle_of_a_sum_is_counted(kind):
+    make, step = CUTS[kind]
+    net = torch.nn.Sequential(make())
+    names = [name for name, _ in net.named_parameters()]
+    width = net[0].in_features if hasattr(net[0], "in_features") else 16
+    x = normal(2 * step + 3, width, dtype=next(net.parameters()).dtype)
+    call = lambda rows: lambda: net(x[:rows]).float()
+    assert counted(net, [call(step), call(2 * step), call(step + 1)]) == ({}, {}), "the last may have any number"
+    in_ieee = ["0.bias"] if kind == "fp8" else []  # which may be cut anywhere
+    behind = {name: 1 for name in names if step > 1 and name not in in_ieee}
+    assert counted(net, [call(step + 1), call(step)]) == ({}, behind)
+    zeroed = lambda found: [p.main_grad.zero_() for p in found]
+    assert counted(net, [call(step + 1), call(step)], zeroed) == ({}, {})
+    other = lambda found: [setattr(p, "main_grad", None) for p in found]
+    assert counted(net, [call(step + 1), call(step)], other) == ({}, {})
+    assert counted(net, [call(step + 1), call(0)]) == ({}, {})
+
+
+def test_heads_are_rows_of_a_norm():
+    net, x = torch.nn.Sequential(pt.RMSNorm(8)), normal(3, pydet.DWEIGHT_ROWS // 2, 2, 8)
+    assert counted(net, [lambda: net(x), lambda: net(x)]) == ({}, {})
+    assert counted(net, [lambda: net(x[:, 1:]), lambda: net(x)]) == ({}, {"0.weight": 1})
+
+
 # ---- What a batch shares ---------------------------------------------------------------------------------------------
 
 
@@ -735,6 +816,80 @@ def test_a_table_that_is_not_trained():
     assert not net.places.weight.main_grad.any() and net.tokens.weight.main_grad.any()
 
 
+class Subtracting(torch.nn.Module):
+    """Subtracts a part that a number says, or whatever `made` makes of vectors."""
+
+    __module__ = "transformers.models.subtracting.modeling_subtracting"  # as one that pydet knows
+
+    def __init__(self, made, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (torch.nn.Parameter(normal(16, seed=i, dtype=dtype) / 8) for i in range(3))
+        self.tokens, self.out, self.made = torch.nn.Embedding(9, 16, dtype=dtype), pt.Linear(16, 8, dtype=dtype), made
+
+    def get_input_embeddings(self):
+        return self.tokens
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        return self.out(x - self.made(self, x) * x.tanh())
+
+
+def as_diffllama(net, x):
+    first = torch.exp(torch.sum(net.a * net.b, dim=-1, dtype=torch.float32)).to(x.dtype)
+    return first - torch.exp(torch.sum(net.a * net.c, dim=-1, dtype=torch.float32)).to(x.dtype) + 0.75
+
+
+NUMBERS = {  # and whether it is seen through
+    "DiffLlama's": (as_diffllama, True),
+    "of one vector": (lambda net, x: net.a.tanh().sum() * 0.5, True),
+    "squares": (lambda net, x: (net.a * net.a - net.b).sum()[None], True),
+    "views": (lambda net, x: 2 / (1 + (net.a[:8] * net.b.view(2, 8)[1] + net.c[8:]).sum(0, keepdim=True).exp()), True),
+    "a vector": (lambda net, x: net.a * net.b, False),
+    "a product": (lambda net, x: net.a @ net.b, False),
+    "with a tensor": (lambda net, x: (net.a * x.detach()[0, 0]).sum(), False),
+}
+
+
+@pytest.mark.parametrize("code", NUMBERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_number_that_is_made_of_vectors(code, dtype, monkeypatch):
+    monkeypatch.setitem(pydet.torch.shared._OWN, ("subtracting", "Subtracting"), ("a", "b", "c"))
+    made, sees = NUMBERS[code]
+    net, given = Subtracting(made, dtype), {"ids": torch.randint(0, 9, (3, 32))}
+    (net(**given).float() ** 3).sum().backward()
+    want = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad(set_to_none=True)
+    names = [name for name in "abc" if name in want]
+    for name in {"a", "b", "c"} - set(names):
+        getattr(net, name).requires_grad_(False)
+    if sees:
+        found, whole = is_summed_sequence_after_sequence(net, given, names)
+        assert not found.summed
+    else:
+        found = pt.accumulate_gradients(net)
+        whole = sums_of(net, found, given, 3)
+        assert found.summed == dict.fromkeys(names, 1)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    for name, gradient in want.items():
+        torch.testing.assert_close(whole[name], gradient.float(), **close)
+
+
+def test_vectors_of_a_number_that_are_frozen_or_written(monkeypatch):
+    monkeypatch.setitem(pydet.torch.shared._OWN, ("subtracting", "Subtracting"), ("a", "b", "c"))
+    net, ids = Subtracting(as_diffllama), torch.randint(0, 9, (3, 32))
+    net.b.requires_grad_(False)
+    found = pt.accumulate_gradients(net)
+    net(ids).sum().backward()
+    assert [name for name, p in net.named_parameters() if p.main_grad.any()][:2] == ["a", "c"] and found.summed["a"]
+    net.b.requires_grad_(True)
+    loss = net(ids).sum()
+    with torch.no_grad():
+        net.a.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 WIDTHS = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "d_model": 32, "d_kv": 8},
@@ -750,7 +905,9 @@ SHARING = {  # models, and how many of their parameters
     "t5": ({**NO_SIZES, "num_heads": 4, "num_layers": 2}, 2),
     "whisper": ({}, 1),
     "apertus": ({"num_key_value_heads": 2}, 2),
+    "diffllama": ({"num_key_value_heads": 2}, 4),
     "doge": ({"num_key_value_heads": 2, "head_dim": 8}, 3),
+    "jetmoe": ({"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4}, 2),
     "swin": ({**NO_SIZES, "image_size": 64, "embed_dim": 32, "depths": [2], "num_heads": [4], "window_size": 4}, 2),
 }
 
@@ -788,9 +945,12 @@ def test_what_a_model_shares_with_a_batch(need, family):
     assert not found.summed
 
 
+VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "experts.bias", "mlp.bias")
+
+
 def shared_name(name):
     ends = ("wpe.weight", "_positions.weight", "position_embeddings.weight", "type_embeddings.weight", "residual", ".A")
-    return name.endswith((*ends, "attention_bias.weight", "bias_table", "alpha_p", "alpha_n"))
+    return name.endswith((*ends, "attention_bias.weight", "bias_table", "alpha_p", "alpha_n", *VECTORS))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

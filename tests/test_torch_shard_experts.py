@@ -493,6 +493,8 @@ def refusals(group):
     hear("another type later", lambda: typed_later(made("gpt-oss"), group))
     hear("compiled", torch.no_grad()(lambda: torch.compile(made(tokens="replicate"), backend="eager")(*routed_rows())))
     hear("afterwards", lambda: called(made(accumulate=True)).sum().backward())
+    for name, (ranks, ignores, trains) in IN_FSDP.items():
+        hear(name, lambda of=(ranks, ignores, trains): called(in_fsdp(group, *of)).sum().backward())
     hear("ddp of another root", lambda: in_ddp(layer("Mixtral", "float32"), group, pd))
     return said
 
@@ -541,6 +543,39 @@ def in_ddp(net, group, pd):
 
     pd.shard_experts(net, group=group)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(net, torch.nn.Linear(2, 2)), process_group=group)
+
+
+IN_FSDP = {  # over which ranks the experts are shared out, whether FSDP ignores them, whether they are trained
+    "fsdp of the same ranks": ("same", True, True),
+    "fsdp of the same ranks in two dimensions": ("hybrid", True, True),
+    "fsdp of other ranks": ("alone", True, True),
+    "fsdp of other ranks, frozen": ("alone", True, False),
+    "fsdp that ignores none": ("same", False, True),
+}
+
+
+def in_fsdp(group, ranks, ignores, trains):
+    """A layer of experts beside another, in FSDP2 of this group's ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    import pydet.torch
+    import pydet.torch.distributed as pd
+
+    net = layer("Mixtral", "float32")
+    pd.shard_experts(net, group=ALONE if ranks == "alone" else group)
+    experts = net["experts"].requires_grad_(trains)
+    if trains:
+        pydet.torch.accumulate_gradients(experts)
+    net = torch.nn.Sequential(net, torch.nn.Linear(8, 8))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    if ranks == "hybrid":
+        numbers = torch.arange(dist.get_world_size(group)).view(1, -1)
+        mesh = DeviceMesh.from_group([ALONE, group], "cpu", numbers, mesh_dim_names=("copies", "parts"))
+    fully_shard(net, mesh=mesh, ignored_params=set(experts.parameters()) if ignores else None)
+    return experts
 
 
 ALONE = None
@@ -728,14 +763,20 @@ HEARD = {  # on the others, on the last
     "another type later": ("that is a DTensor, of fully_shard or parallelize_module",) * 2,
     "compiled": ("accepted",) * 2,
     "afterwards": ("accepted",) * 2,
+    "fsdp of the same ranks": ("accepted",) * 2,
+    "fsdp of the same ranks in two dimensions": ("accepted",) * 2,
+    "fsdp of other ranks": ("and the model is in fully_shard over ranks [0, 1",) * 2,
+    "fsdp of other ranks, frozen": ("accepted",) * 2,
 }
+NEVER_IN_SILENCE = ("ddp of another root", "fsdp that ignores none")  # whose sentences are PyTorch's
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_refused_all_ranks_hear(found, size):
     for rank in range(size):
         said = found[rank][f"refusals {size}"]
-        assert set(said) == {*HEARD, "ddp of another root"}
+        assert set(said) == {*HEARD, *NEVER_IN_SILENCE}
         for name, sentences in HEARD.items():
             assert sentences[rank == size - 1] in said[name], (rank, name, said[name])
-        assert re.search("DTensor", said["ddp of another root"]), said["ddp of another root"]  # never in silence
+        assert re.search("DTensor", said["ddp of another root"]), said["ddp of another root"]
+        assert said["fsdp that ignores none"] != "accepted"

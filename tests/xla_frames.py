@@ -112,13 +112,13 @@ def norm_backward(more, values, *, tail=(4,), bias=1, residual=1, start=0, block
 
 def gemm(a, b, out, more=(), **changed):
     names = ("has_bias", "accumulate", "has_initial", "transpose_a", "transpose_b", "arithmetic", "k_chunk", "skinny")
-    attributes = dict.fromkeys((*names, "mode", "weights_constant"), 0) | changed
+    attributes = dict.fromkeys((*names, "has_workspace", "mode", "weights_constant"), 0) | changed
     extra = [(F32, shape) for shape in more]
     in_place = ((1 + len(more), 0),) if attributes["accumulate"] else ()
     if in_place:
         extra.append((F32, out))
         in_place = ((len(extra) + 1, 0),)
-    room = [(U8, (1 << 16,))] * attributes["has_initial"]
+    room = [(U8, (1 << 16,))] * max(attributes["has_initial"], attributes["has_workspace"])
     attributes["kernel"] = ""
     return Call(((F32, a), (F32, b), *extra), ((F32, out), *room), attributes, in_place, (), bool(room))
 
@@ -285,7 +285,10 @@ CALLS = {
         gemm((5, 7), (7, 5), (5, 5), [(5, 5)], has_bias=1, accumulate=1),
         gemm((3, 7), (7, 5), (3, 5), [(5,), (3, 5)], has_bias=1, has_initial=1),
         gemm((2, 3, 0), (2, 0, 5), (2, 3, 5), [(2, 3, 5)], has_initial=1),
+        gemm((3, 7), (7, 5), (3, 5), has_workspace=1),
+        gemm((5, 7), (7, 5), (5, 5), [(5, 5)], has_bias=1, accumulate=1, has_workspace=1),
         gemm((3, 7), (5, 7), (3, 5), transpose_b=1, skinny=1),
+        gemm((3, 7), (5, 7), (3, 5), transpose_b=1, skinny=1, has_workspace=1),
         gemm((2, 3, 7), (2, 5, 7), (2, 3, 5), transpose_b=1, skinny=1),
     ],
     "grouped_gemm": [grouped((6, 7), (2, 7, 5), (6, 5), 0), grouped((6, 3), (6, 5), (2, 3, 5), 1)],

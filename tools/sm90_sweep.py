@@ -6,11 +6,12 @@ published models (bench/model_shapes.py), beside cuBLAS (torch.mm) and the libra
 kind, m, n, k, k_chunk, the operands' layout, the kernel that the library chose, and microseconds by kernel. The
 variants take turns, each as a CUDA graph over buffers that pass the L2. A tile that is far behind in its first sample
 gets no other; with --within 1.5 none that the rates predict to take over 1.5 times as long as the fastest is timed.
-With --few-rows the problems have 1 to 128 rows, and the kernels of skinny.cu are timed too; with --k-chunk all have one
-and more than one chunk; with --handed-over the library's choice hands tiles over in all. With --sustained 0.15 the
-kernels that are near the best are then run for so many seconds twice, in turn in random orders, and their times are of
-the last two thirds of that, as the card's power limit has them; the line has the SM clock of each beside them. --also
-EXPRESSION names tiles that --within does not leave out; --shapes 4096x4096x4096,... replaces what is drawn.
+With --few-rows the problems have 1 to 128 rows, or so many as it says (33-96), and the kernels of skinny.cu are timed
+too; with --k-chunk all have one and more than one chunk; with --handed-over the library's choice hands tiles over in
+all. With --sustained 0.15 the kernels that are near the best are then run for so many seconds twice, in turn in random
+orders, and their times are of the last two thirds of that, as the card's power limit has them; the line has the SM
+clock of each beside them. --also EXPRESSION names tiles that --within does not leave out; --shapes 4096x4096x4096,...
+replaces what is drawn.
 """
 
 import argparse
@@ -173,10 +174,11 @@ def main():
     parser.add_argument(
         "--kernels", default="", help="part of the names of the tiles to time; none: the library's choice alone"
     )
-    parser.add_argument("--few-rows", action="store_true", help="products of 1 to 128 rows, on skinny.cu too")
+    parser.add_argument("--few-rows", nargs="?", const="1-128", metavar="FROM-TO", help="of so many, on skinny.cu too")
     parser.add_argument("--within", type=float, default=math.inf)
     parser.add_argument("--also", default="", help="tiles that --within does not leave out: found in their names")
     parser.add_argument("--sustained", type=float, default=0, metavar="SECONDS")
+    parser.add_argument("--kinds", default="forward,dA,dB", help="those of these alone are drawn")
     parser.add_argument("--shapes", default="", help="M x N x K of forward products, with commas between them")
     parser.add_argument("--k-chunk", type=int, help="of all problems")
     parser.add_argument("--handed-over", action="store_true")
@@ -194,12 +196,13 @@ def main():
     drawn = drawn or model_shapes.draw((80 if options.handed_over else 20) * options.problems, options.seed)
     if options.few_rows:
         rng = random.Random(options.seed)
-        drawn = [dataclasses.replace(p, m=rng.randint(1, 128)) for p in drawn if p.kind != "dB" and not p.k_chunk]
+        rows = tuple(map(int, options.few_rows.split("-")))
+        drawn = [dataclasses.replace(p, m=rng.randint(*rows)) for p in drawn if p.kind != "dB" and not p.k_chunk]
     else:
-        drawn = [p for p in drawn if p.m >= options.least_m or p.kind != "forward"]
+        drawn = [p for p in drawn if p.m >= options.least_m or p.kind == "dB"]
     if options.k_chunk:
         drawn = [dataclasses.replace(p, k_chunk=options.k_chunk) for p in drawn if depth(p) > options.k_chunk]
-    drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK]
+    drawn = [p for p in drawn if p.m * p.n * p.k <= MOST_WORK and p.kind in options.kinds.split(",")]
     if options.handed_over:
         drawn = (p for p in drawn if choice(p).endswith("_handover"))
     timer, start, meter = Timer(), time.monotonic(), Meter() if options.sustained else None

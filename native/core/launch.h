@@ -74,12 +74,18 @@ pydet_status refuse(const char *op, const Problem &problem, const Backend &backe
               device_text(problem.device.type, problem.device.id).text, used ? have.text : "none for these inputs");
 }
 
+// Whether a device reaches the memory of one tensor of a call. An operation of very many has one of its own.
+template <class Problem> struct Reach {
+  bool operator()(const Backend &backend, int32_t id, const void *at) { return backend.reaches(id, at); }
+};
+
 // Refuses memory that the device cannot reach, which would break it for the whole process.
 template <class Problem> pydet_status check_reach(const char *op, const Backend &backend, const Problem &problem) {
   if (!backend.reaches) return PYDET_OK;
+  Reach<Problem> reach;
   const void *astray = nullptr;
   const auto look = [&](const void *at) {
-    if (!astray && at && !backend.reaches(problem.device.id, at)) astray = at;
+    if (!astray && at && !reach(backend, problem.device.id, at)) astray = at;
   };
   Operation<Problem>::memory(problem, [&](const auto *...data) { (look(data), ...); });
   if (!astray) return PYDET_OK;

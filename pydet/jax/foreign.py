@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pydet import _native
+from pydet._native import constants, ffi
 
 Array: TypeAlias = Any
 _core: Any = jax.core
@@ -53,8 +58,46 @@ def _like(result: Any, x: Array) -> Any:
     return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=where, **{name: getattr(aval, name)})
 
 
+@functools.lru_cache(maxsize=1024)
+def _bytes_of_copy(shape: tuple[int, ...], dtype: str, transposed: bool) -> int:
+    """Bytes that a GPU of this machine uses for a copy of a product's operand; 0 where it reads that well."""
+    library, _ = _native.try_load(constants.PYDET_EXCHANGE_CUDA)
+    if library is None or dtype not in ("bfloat16", "float16") or jax.default_backend() == "cpu":
+        return 0
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    places = [*range(len(shape) - 2), *((-1, -2) if transposed else (-2, -1))]
+    extents, steps = (ffi.new("int64_t[]", [x[i] for i in places]) for x in (shape, strides))
+    tensor, size = ffi.new("pydet_tensor *"), ffi.new("uint64_t *")
+    tensor.data = ffi.cast("void *", 256)  # XLA's arrays begin at whole vectors; nothing is read
+    tensor.device.device_type, tensor.ndim = constants.PYDET_CUDA, len(shape)
+    tensor.dtype.code = constants.PYDET_BFLOAT if dtype == "bfloat16" else constants.PYDET_FLOAT
+    tensor.dtype.bits, tensor.dtype.lanes = 16, 1
+    tensor.shape, tensor.strides = extents, steps
+    done = library.lib.pydet_gemm_copy_workspace(tensor, size) == constants.PYDET_OK
+    return int(size[0]) if done else 0
+
+
+_COPYING = (constants.PYDET_AUTO, constants.PYDET_SM90)  # the arithmetics of kernels that want copies
+
+
+def _with_workspace(call: Foreign, a: Array, b: Array) -> Foreign:
+    """A product with room for copies of its operands, where there is a kernel that wants them: a result more, which no
+    caller sees. Of batches such a kernel takes those that are rows of one matrix. It decides no bit."""
+    size = 0
+    one = math.prod(b.shape[:-2]) == 1 and (math.prod(a.shape[:-2]) == 1 or not call.asks("transpose_a"))
+    known = all(isinstance(extent, int) for x in (a, b) for extent in x.shape)
+    if known and one and not call.asks("has_initial") and call.asks("arithmetic") in _COPYING:
+        for x, name in ((a, "transpose_a"), (b, "transpose_b")):
+            size += _bytes_of_copy(x.shape, x.dtype.name, bool(call.asks(name)))
+    room = [jax.ShapeDtypeStruct((size,), jnp.uint8)] if size else []
+    return call.told(has_workspace=bool(room)).giving(*call.results, *room)
+
+
 def plain(call: Foreign, *operands: Array) -> tuple[Array, ...]:
     """The call itself, on one device's arrays, which vmap does not see."""
+    count = len(call.results)
+    if call.target == "gemm":
+        call = _with_workspace(call, *operands[:2])
     typed = {
         key: x if isinstance(x, str) else np.float64(x) if isinstance(x, float) else np.int64(x)
         for key, x in call.attributes
@@ -64,7 +107,7 @@ def plain(call: Foreign, *operands: Array) -> tuple[Array, ...]:
         tuple(_like(result, operands[0]) for result in call.results),
         input_output_aliases=dict(call.aliases),
     )(*operands, **typed)
-    return tuple(found)
+    return tuple(found[:count])
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------

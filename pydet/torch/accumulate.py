@@ -82,6 +82,54 @@ def fold(parameter: Any, part: Part) -> None:
         parameter.main_grad_parts.fold(main_grad(parameter))
 
 
+class Tally:
+    """How a sum comes about, as far as micro-batches have not the bits of one batch: what the report counts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.repeated: Counter[str] = Counter()  # additions beside an earlier one of the same backward pass
+        self.cut: Counter[str] = Counter()  # additions behind rows that end in the middle of what is added as one
+        self.backward_pass, self.rows = -1, 0
+        self.total: Any = lambda: None
+        self.version = 0
+
+    def __reduce__(self) -> Any:
+        return Tally, (self.name,)
+
+    def add(self, total: Any, rows: int, step: int) -> None:
+        if self.total() is not total or self.version != total._version:  # it was zeroed
+            self.total, self.version, self.rows = weakref.ref(total), total._version, 0
+        ask = getattr(torch._C, "_current_graph_task_id", None)
+        number = -1 if ask is None else int(ask())
+        if number >= 0 and number == self.backward_pass:
+            self.repeated[self.name] += 1
+        if self.rows % step and rows:
+            self.cut[self.name] += 1
+        self.backward_pass = number
+        self.rows += rows
+
+
+def adding(parameter: Any, part: Part = None, rows: int = 0, step: int = 1) -> Any:
+    """:func:`sum_of`, to which a backward is about to add these rows, of which `step` are added as one."""
+    total = sum_of(parameter, part)
+    if (tally := getattr(parameter, "pydet_tallies", {}).get(part)) is not None:
+        tally.add(total, rows, step)
+    return total
+
+
+@functools.cache
+def _step(dtype: torch.dtype, kind: str, index: int, arithmetic: Any, k_chunk: int | None) -> int:
+    if k_chunk is not None:
+        return k_chunk
+    return 1 if pydet.resolve_arithmetic(dtype, (kind, index), arithmetic) == "ieee" else 16
+
+
+def step_of(x: torch.Tensor, arithmetic: Any, k_chunk: int | None = None) -> int:
+    """How many rows of x a product over rows adds as one."""
+    kind = "rocm" if x.is_cuda and torch.version.hip else x.device.type
+    return _step(x.dtype, kind, x.device.index or 0, arithmetic, k_chunk)
+
+
 class _FromOutside:
     """Hook of a parameter that accumulates: a gradient that autograd has for it is one that main_grad lacks."""
 
@@ -111,10 +159,14 @@ class Accumulation:
         self.parameters, self.part, self.multiplies, self.shares = parameters, part, multiplies, shares
         self.own = {name.rpartition(".")[2]: name for name in parameters}
         self.summed: Counter[str] = Counter()
+        self.tallies: list[Tally] = []
         for name, parameter in parameters.items():
             parameter.pydet_accumulates = True
             if multiplies and parameter.dim() > 1:
                 parameter.pydet_part = part
+            of = part if name.rpartition(".")[2] == "weight" else None
+            self.tallies.append(Tally(name))
+            parameter.pydet_tallies = {**getattr(parameter, "pydet_tallies", {}), of: self.tallies[-1]}
             trained = parameter.requires_grad
             hook = parameter.requires_grad_(True).register_hook(_FromOutside(name))
             parameter.requires_grad_(trained)
@@ -287,8 +339,9 @@ class AccumulatingLinear(torch.autograd.Function):
             dx = pydet.gemm(rows, _as_matrix(factor.detach().to(x.dtype)), **ctx.options).view(x.shape)
         if _is_turned(x):  # sequences one after another
             rows, x = _rows(dy.to(x.dtype).transpose(0, 1)), x.transpose(0, 1)
+        step = step_of(x, **ctx.options)
         if w.requires_grad:
-            total = sum_of(w, ctx.part)
+            total = adding(w, ctx.part, len(rows), step)
             out = _as_matrix(total)
             pydet.gemm_db(rows, _rows(x), out=out, accumulate=True, **ctx.options)
             if out.data_ptr() != total.data_ptr():  # of a convolution whose channels are adjacent
@@ -296,7 +349,7 @@ class AccumulatingLinear(torch.autograd.Function):
             fold(w, ctx.part)
         if bias is not None and bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])
-            pydet.gemm_db(ones, rows, out=main_grad(bias)[None], accumulate=True, **ctx.options)
+            pydet.gemm_db(ones, rows, out=adding(bias, None, len(rows), step)[None], accumulate=True, **ctx.options)
         return dx, None, None, None, None, None, None
 
 
@@ -327,12 +380,13 @@ class AccumulatingConv1D(torch.autograd.Function):
         rows, dx = _rows(dy.to(x.dtype)), None
         if ctx.needs_input_grad[0]:
             dx = pydet.gemm(rows, factor.detach().to(x.dtype).t(), **ctx.options).view(x.shape)
+        step = step_of(x, **ctx.options)
         if w.requires_grad:
-            pydet.gemm_db(_rows(x), rows, out=sum_of(w, ctx.part), accumulate=True, **ctx.options)
+            pydet.gemm_db(_rows(x), rows, out=adding(w, ctx.part, len(rows), step), accumulate=True, **ctx.options)
             fold(w, ctx.part)
         if bias.requires_grad:
             ones = torch.ones_like(rows[:, :1])
-            pydet.gemm_db(ones, rows, out=main_grad(bias)[None], accumulate=True, **ctx.options)
+            pydet.gemm_db(ones, rows, out=adding(bias, None, len(rows), step)[None], accumulate=True, **ctx.options)
         return dx, None, None, None, None, None
 
 
@@ -351,7 +405,7 @@ class AccumulatingEmbedding(torch.autograd.Function):
         (ids,), w = ctx.saved_tensors, ctx.w
         if w.requires_grad:
             rows = _rows(dy if dy.dtype in DTYPES else dy.float())
-            into = {"out": sum_of(w, ctx.part), "accumulate": True}
+            into = {"out": adding(w, ctx.part), "accumulate": True}
             pydet.embedding_backward(rows, ids.reshape(-1), padding_idx=ctx.padding, **into)
             fold(w, ctx.part)
         return None, None, None, None
@@ -430,10 +484,10 @@ class AccumulatingExperts(torch.autograd.Function):
             dx = torch.ops.pydet.grouped_gemm(rows, matrices, ends, None, None, *ctx.how)
         if w.requires_grad:
             left, right = (x, rows) if ctx.transposed else (rows, x)
-            _add(left.t(), right, ends, w, local(main_grad(w)), ctx.sources, into)
+            _add(left.t(), right, ends, w, local(adding(w)), ctx.sources, into)
         if bias is not None and bias.requires_grad:
             ones = rows.new_ones((1, rows.shape[0]))
-            _add(ones, rows, ends, bias, local(main_grad(bias))[:, None], ctx.sources, into)
+            _add(ones, rows, ends, bias, local(adding(bias))[:, None], ctx.sources, into)
         return dx, None, None, None, None, None, None, None
 
 
@@ -498,7 +552,7 @@ class AccumulatingAttention(torch.autograd.Function):
             q, k, v = (adjacent(x) for x in padded(q, k, v))
             dout, out = (adjacent(torch.nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))) for x in (dout, out))
             of = {"allowed": allowed, "causal": ctx.causal, "sinks": sinks.detach().contiguous(), "only": "sinks"}
-            into = {"dsinks": main_grad(sinks), "accumulate": True}
+            into = {"dsinks": adding(sinks), "accumulate": True}
             pydet.attention_backward(dout, q, k, v, out, lse, **of, **into, **ctx.options)
         return *gradients, None, None, None, None, None, None, None
 
@@ -517,7 +571,10 @@ class AccumulatingRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, rstd, factors), weight = ctx.saved_tensors, ctx.weight
-        into = {"dweight": main_grad(weight), "accumulate": True} if weight.requires_grad else {}
+        rows_of_a_head = x.numel() // max(weight.numel(), 1)
+        into: dict[str, Any] = {}
+        if weight.requires_grad:
+            into = {"dweight": adding(weight, None, rows_of_a_head, pydet.DWEIGHT_ROWS), "accumulate": True}
         order = _by_tokens(x)
         rows = [_rows(part.permute(*order, -1)) for part in (dy, x)]
         operands = (*rows, factors.detach(), rstd.view(x.shape[:-1]).permute(order).reshape(-1))
@@ -548,9 +605,10 @@ class AccumulatingLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (x, mean, rstd, read), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        into = {"dweight": main_grad(weight)} if weight.requires_grad else {}
+        count = x.numel() // max(weight.numel(), 1), pydet.DWEIGHT_ROWS
+        into = {"dweight": adding(weight, None, *count)} if weight.requires_grad else {}
         if bias is not None and bias.requires_grad:
-            into["dbias"] = main_grad(bias)
+            into["dbias"] = adding(bias, None, *count)
         factors = read.detach() + ctx.weight_offset if ctx.weight_offset else read.detach()
         order = _by_tokens(x)
         rows = (_rows(part.permute(*order, -1)) for part in (dy, x))

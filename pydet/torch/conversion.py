@@ -14,7 +14,7 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch import alibi, checking, code, experts, experts_fp8, scans
+from pydet.torch import alibi, checking, code, experts, experts_fp8, jetmoe, scans
 from pydet.torch.checking import Check
 from pydet.torch.convolutions import Convolution, convolution_class
 from pydet.torch.experts_fp8 import Fp8Experts
@@ -40,7 +40,14 @@ _BY_NAME: dict[tuple[str, str], type] = {
     ("transformers.pytorch_utils", "Conv1D"): Conv1D,
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"): Linear,
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): OffsetLayerNorm,
-    ("transformers.models.mpt.modeling_mpt", "MptAttention"): alibi.MptAttention,
+}
+_JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
+_AHEAD: dict[tuple[str, str], tuple[type, tuple[str, ...]]] = {  # likewise, ahead of its class; what it sums by
+    ("transformers.models.mpt.modeling_mpt", "MptAttention"): (alibi.MptAttention, ("arithmetic",)),
+    (_JETMOE, "JetMoeParallelExperts"): (jetmoe.ParallelExperts, ("arithmetic", "k_chunk")),
+    (_JETMOE, "JetMoeTopKGating"): (jetmoe.TopKGating, ()),
+    (_JETMOE, "JetMoeMoE"): (jetmoe.MixtureOfLayers, ()),
+    (_JETMOE, "JetMoeMoA"): (jetmoe.MixtureOfAttention, ()),
 }
 
 
@@ -188,8 +195,8 @@ def _becomes(
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
     own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary | scans.Scan
-    own_kinds |= Convolution
-    if isinstance(module, alibi.MptAttention):
+    own_kinds |= Convolution | jetmoe.ParallelExperts
+    if isinstance(module, alibi.MptAttention | jetmoe.Mixture | jetmoe.TopKGating):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
         return _another_sum(module, arithmetic, k_chunk)
@@ -201,8 +208,8 @@ def _becomes(
     if is_router and kind.forward is not torch.nn.Linear.forward:
         return _obstacle(module) or experts.why_no_router(module) or (experts.router_class(kind), how)
     ours = Linear if kind is torch.nn.Linear else _BY_NAME.get((kind.__module__, kind.__name__))
-    if ours is alibi.MptAttention:
-        return _obstacle(module) or (derived(ours, kind), {"arithmetic": arithmetic})
+    if (ahead := _AHEAD.get((kind.__module__, kind.__name__))) is not None:
+        return _obstacle(module) or (derived(ahead[0], kind), {name: how[name] for name in ahead[1]})
     if ours in (Linear, Conv1D):
         return _obstacle(module) or (ours, how)
     if kind is torch.nn.LayerNorm or ours is OffsetLayerNorm:

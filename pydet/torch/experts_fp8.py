@@ -13,7 +13,7 @@ import torch
 import pydet
 from pydet._native import INVALID_VALUE, constants, fail
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import check_own, main_grad
+from pydet.torch.accumulate import adding, check_own
 from pydet.torch.ops import DTYPES
 from pydet.torch.ops.scaled import FP8, GROUP, SCALES, empty_rows, groups
 
@@ -78,13 +78,13 @@ class _Products(torch.autograd.Function):
         if x is not None:
             left, right = (x, dy) if transposed else (dy, x)
             if ctx.into:
-                pydet.grouped_gemm(left.t(), right, ends, out=main_grad(ctx.w), **into)
+                pydet.grouped_gemm(left.t(), right, ends, out=adding(ctx.w), **into)
             else:
                 dw = torch.ops.pydet.grouped_gemm(left.t(), right, ends, None, w_dtype, plain)
         if ctx.needs_input_grad[3]:
             ones = dy.new_ones((1, dy.shape[0]))
             if ctx.into:
-                pydet.grouped_gemm(ones, dy, ends, out=main_grad(bias)[:, None], **into)
+                pydet.grouped_gemm(ones, dy, ends, out=adding(bias)[:, None], **into)
             else:
                 dbias = torch.ops.pydet.grouped_gemm(ones, dy, ends, None, bias.dtype, plain)[:, 0]
         return dx, dw, None, dbias, None, None, None, None, None

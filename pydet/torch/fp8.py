@@ -14,7 +14,7 @@ import pydet
 from pydet._native import INVALID_DTYPE, INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import check_own, main_grad
+from pydet.torch.accumulate import adding, check_own, step_of
 from pydet.torch.ops import DTYPES, matrix, sum_rows
 from pydet.torch.ops.scaled import FP8, GROUP, empty_rows, groups
 
@@ -238,7 +238,7 @@ class _Fp8Linear(torch.autograd.Function):
                     b,
                     a_scale=a_scale,
                     b_scale=b_scale,
-                    out=main_grad(ctx.into[0]),
+                    out=adding(ctx.into[0], None, len(rows), GROUP),
                     accumulate=True,
                     arithmetic=arithmetic,
                 )
@@ -247,8 +247,9 @@ class _Fp8Linear(torch.autograd.Function):
             if ctx.into is None:
                 dbias = sum_rows(rows, ctx.bias_dtype, products, None)
             else:
-                ones, total = torch.ones_like(rows[:, :1]), main_grad(ctx.into[1])[None]
-                pydet.gemm_db(ones, rows, out=total, accumulate=True, arithmetic=products)
+                rows = rows if rows.stride(-1) == 1 else rows.contiguous()  # those of a sum's gradient are 0
+                total = adding(ctx.into[1], None, len(rows), step_of(rows, products))[None]
+                pydet.gemm_db(torch.ones_like(rows[:, :1]), rows, out=total, accumulate=True, arithmetic=products)
         return dx, dw, None, dbias, None, None, None
 
 

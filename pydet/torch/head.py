@@ -8,7 +8,7 @@ import torch
 
 from pydet._native import INVALID_VALUE, fail
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import check_own, fold, main_grad, part_of_product, sum_of
+from pydet.torch.accumulate import adding, check_own, fold, part_of_product, step_of
 from pydet.torch.ops.head import WORKSPACE, Asked, Head, gradients, loss_and_gradients, room_for_sums, rounded
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -49,10 +49,12 @@ class _AccumulatingHead(torch.autograd.Function):
         if dlog_prob is None:
             dlog_prob = torch.zeros(index.shape, dtype=torch.float32, device=x.device)
         part = part_of_product(w)
-        dw = sum_of(w, part) if w.requires_grad else None
-        dbias = main_grad(bias) if bias is not None and bias.requires_grad else None
+        head = Head(*ctx.how)
+        count = index.numel(), step_of(x, head.arithmetic, head.k_chunk)
+        dw = adding(w, part, *count) if w.requires_grad else None
+        dbias = adding(bias, None, *count) if bias is not None and bias.requires_grad else None
         weight, row = read.detach().to(x.dtype), None if bias is None else bias.detach()
-        dx = gradients(dlog_prob, others, x, weight, index, row, Head(*ctx.how), ctx.needs_input_grad[0], dw, dbias)
+        dx = gradients(dlog_prob, others, x, weight, index, row, head, ctx.needs_input_grad[0], dw, dbias)
         if dw is not None:
             fold(w, part)
         return dx, *[None] * 13
@@ -286,9 +288,10 @@ def linear_cross_entropy_and_gradients(
             of_row = torch.full((), float(gradient), dtype=torch.float32, device=x.device)
         of_row = of_row / count if means else of_row
         start = room_for_sums(x, w, head)
-        dw = sum_of(w, part) if sums_to else start(w)
+        rows = target.numel(), step_of(x, arithmetic, k_chunk)
+        dw = adding(w, part, *rows) if sums_to else start(w)
         if bias is not None:
-            dbias = main_grad(bias) if sums_to else start(bias)
+            dbias = adding(bias, None, *rows) if sums_to else start(bias)
         losses, dx = loss_and_gradients(
             x.detach(),
             w.detach().to(x.dtype) if sums_to else w.detach(),

@@ -16,7 +16,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import code, functions, scans, shared
+from pydet.torch import code, functions, jetmoe, scans, shared
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -280,6 +280,11 @@ class Accumulating(list[torch.nn.Parameter]):
             ``relative_attention_bias``, and of vectors that scale a batch, each with its class.
         summed: how often, of each of these, PyTorch had summed over the batch before, in an order of its own: other
             code came between, and micro-batches may have other bits than one batch.
+        repeated: how often a backward pass added to the sum of a parameter that it had added to before, as of a module
+            that a forward calls several times: micro-batches may have other bits than one batch.
+        cut: how often rows came to a sum behind others that were cut at no multiple of what is added as one, as of a
+            norm that has other rows than the tokens: likewise. (Of experts, whose rows the routing decides, and of
+            scans it is not counted.)
     """
 
     def __init__(
@@ -291,6 +296,8 @@ class Accumulating(list[torch.nn.Parameter]):
     ) -> None:
         super().__init__(parameters)
         self.summed = Counter() if summed is None else summed
+        self.repeated: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()
         self.outside = {name: kind for name, (kind, _) in outside.items()}
         self.spread = spread or {}
         self.arrived: Counter[str] = Counter()
@@ -307,7 +314,14 @@ class Accumulating(list[torch.nn.Parameter]):
                 f"  {name} of {kind}: where a batch shares it, its gradient is summed sequence after sequence; "
                 f"{self.summed[name]} came summed by PyTorch"
             )
+        for name, times in self.repeated.items():
+            lines.append(f"  {name}: {times} times a backward pass added to its sum again; {_OTHER_BITS}")
+        for name, times in self.cut.items():
+            lines.append(f"  {name}: {times} times rows came behind a cut within what is added as one; {_OTHER_BITS}")
         return "\n".join(lines)
+
+
+_OTHER_BITS = "micro-batches may have other bits than one batch"
 
 
 def _count(arrived: Counter[str], name: str, parameter: torch.Tensor) -> None:
@@ -339,7 +353,7 @@ def _has_sinks(module: Any) -> bool:
 
 def _with_sums(module: Any) -> list[str] | None:
     """Of a module that takes part, the names of its parameters that its backward can add to sums."""
-    multiplies = Linear | Fp8Linear | Conv1D | Convolution | RMSNorm | LayerNorm | Router
+    multiplies = Linear | Fp8Linear | Conv1D | Convolution | RMSNorm | LayerNorm | Router | jetmoe.ParallelExperts
     if isinstance(module, multiplies) or is_copying_embedding(module):
         names = ["weight", "bias"]
     elif _has_sinks(module):
@@ -434,14 +448,16 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
     (``main_grad_parts``), and ``main_grad`` is their sum in the order of ``named_modules()``, folded anew after each
     backward: zero it between steps, and write nothing else to it before the next. A parameter of several other modules,
     and one of a module that is called several times in a forward, sums in the order in which backward reaches them,
-    which is then part of the bits. Rows of norms are summed in their order, and by tokens where heads were moved ahead
-    of them by ``transpose(1, 2)``.
+    which is then part of the bits: the result's ``repeated`` counts it. Rows of norms are summed in their order, and by
+    tokens where heads were moved ahead of them by ``transpose(1, 2)``. Where rows are cut elsewhere and more come, its
+    ``cut`` counts it.
 
     What a model makes once and shares with a batch, as positions, T5's ``relative_attention_bias`` and vectors that
     scale residuals, is named in the result's ``spread``. Where the model's code adds it to the batch, multiplies it by
     it or gives it to pydet's attention as its bias, also after functions of each element, each element's gradient is
-    added in the order of the batch's places. Elsewhere PyTorch sums it over the batch before, which the result's
-    ``summed`` counts. A bias of attention then has a gradient for each sequence in memory.
+    added in the order of the batch's places; so is that of a number that it makes of vectors (DiffLlama). Elsewhere
+    PyTorch sums it over the batch before, which the result's ``summed`` counts. A bias of attention then has a gradient
+    for each sequence in memory.
 
     One that is tied to a module that takes no part is refused; so is, in backward, one that anything but its module
     multiplies, as the fused heads of TRL and Liger do with ``lm_head.weight``. DistributedDataParallel and fully_shard
@@ -453,9 +469,10 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
             experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the convolutions, routers and
             experts that :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, parameters
-            of some of its modules that a batch shares (Doge, Apertus, Swin, Whisper), and PyTorch's embeddings, which
-            become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``). The tokens of an id
-            are added in their order, cut anywhere, and sinks are summed over sequences, cut between them.
+            of some of its modules that a batch shares (Doge, Apertus, DiffLlama, JetMoe, Swin, Whisper), and PyTorch's
+            embeddings, which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``).
+            The tokens of an id are added in their order, cut anywhere, and sinks are summed over sequences, cut
+            between them.
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are
@@ -500,4 +517,9 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         if parameter.requires_grad and parameter not in parameters
     }
     trained = {name: shares[name] for name, p in model.named_parameters() if name in shares and p.requires_grad}
-    return Accumulating(parameters, outside, trained, summed)
+    report = Accumulating(parameters, outside, trained, summed)
+    for taking_part, _ in of.values():
+        sums: Any = taking_part.accumulates
+        for tally in sums.tallies:
+            tally.repeated, tally.cut = report.repeated, report.cut
+    return report

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -23,6 +23,9 @@ _BESIDE = ("params", "param_names", "initial_lr")
 # Options of PyTorch's own, which its groups have, and how those are that change nothing here.
 _THEIRS = {"amsgrad": False, "maximize": False, "foreach": None, "fused": None, "capturable": False}
 _THEIRS |= {"differentiable": False, "decoupled_weight_decay": True}
+
+
+_INFINITE = 2.0**128 - 2.0**103  # what fp32 rounds to infinity, from here on
 
 
 def _rounded(x: float) -> float:
@@ -43,6 +46,7 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_FLOAT32, _STRIDED = torch.float32, torch.strided
 
 
 def _local(x: Any) -> Any:
@@ -60,14 +64,9 @@ class _Numbers(NamedTuple):
     beta_powers: tuple[float, float]
 
 
-class _Tensors(NamedTuple):
-    """Of one parameter, what this rank has of them. master: None where the parameter is float32."""
-
-    parameter: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None
+# Of one parameter, what this rank has of it, of its gradient, exp_avg, exp_avg_sq and master, which is None where the
+# parameter is float32.
+_Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 @functools.cache
@@ -79,23 +78,27 @@ def _is_served(device: str) -> bool:
     return device in indices and try_load(indices[device])[0] is not None
 
 
-def _fuses(tensors: _Tensors) -> bool:
-    """Whether they are plain memory, in which an element has one place in all of them."""
-    alike = True
-    for x in tensors:
-        if x is not None:
-            if type(x) not in _PLAIN:
-                return False
-            alike = alike and x.is_contiguous()
-    return alike or all(x is None or x.stride() == tensors.parameter.stride() for x in tensors)
+def _are_plain(parameter: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, master: Any) -> bool:
+    """Whether none of them is of a subclass, which may have a dispatch of its own."""
+    if type(parameter) not in _PLAIN or type(gradient) not in _PLAIN:
+        return False
+    return type(exp_avg) is type(exp_avg_sq) is Tensor and (master is None or type(master) is Tensor)
 
 
-# What pydet.adamw refuses and operations of PyTorch's take: memory that tensors share, gaps in it, older GPUs.
+def _lie_alike(tensors: _Tensors) -> bool:
+    """Whether an element has one place in all of them."""
+    there = [x for x in tensors if x is not None]
+    return all(x.is_contiguous() for x in there) or all(x.stride() == there[0].stride() for x in there)
+
+
+# What pydet.adamw refuses and operations of PyTorch's take: tensors in different orders, gaps in them, memory that they
+# share, older GPUs.
 _LEFT = (constants.PYDET_OVERLAP, constants.PYDET_INVALID_STRIDE, constants.PYDET_MISALIGNED, UNSUPPORTED)
 
 
 def _step_fused(numbers: _Numbers, some: list[_Tensors]) -> None:
-    """By the library's kernel, up to ADAMW_TENSORS at a time."""
+    """By the library's kernel, up to ADAMW_TENSORS at a time. What it refuses it has not begun: of those it takes the
+    ones that lie alike, and operations of PyTorch's the others."""
     for first in range(0, len(some), ADAMW_TENSORS):
         few = some[first : first + ADAMW_TENSORS]
         try:
@@ -103,8 +106,13 @@ def _step_fused(numbers: _Numbers, some: list[_Tensors]) -> None:
         except Error as refusal:
             if refusal.status not in _LEFT:
                 raise
-            for tensors in few:
-                _step_composed(numbers, tensors)
+            alike = [_lie_alike(tensors) for tensors in few]
+            again = any(alike) and not all(alike)
+            if again:
+                _step_fused(numbers, [tensors for tensors, one in zip(few, alike, strict=True) if one])
+            for tensors, one in zip(few, alike, strict=True):
+                if not (again and one):
+                    _step_composed(numbers, tensors)
 
 
 def _step_composed(numbers: _Numbers, tensors: _Tensors) -> None:
@@ -166,7 +174,15 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             _check_group(group)
-        self._run = torch.compiler.disable(self._run)  # type: ignore[method-assign]
+        self._hide()
+
+    def _hide(self) -> None:
+        """The loop from torch.compile."""
+        self._run = torch.compiler.disable(type(self)._run.__get__(self))  # type: ignore[method-assign]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hide()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; a key that would have no effect is refused."""
@@ -192,48 +208,63 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _run(self) -> None:
+        """Nothing is kept from one step to the next but the state: whatever was replaced since is read as it is."""
         found = []
         for group in self.param_groups:
             _check_group(group)
             beta1, beta2 = group["betas"]
             lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
             numbers = _Numbers(lr, (float(beta1), float(beta2)), eps, weight_decay, (1.0, 1.0))
+            pairs = []
             for parameter in group["params"]:
                 gradient = own_gradient(parameter)
                 if gradient is not None:
                     _check_gradient(parameter, gradient)
-                    found.append((parameter, gradient, numbers))
-        if any(parameter.is_cuda for parameter, _, _ in found) and torch.cuda.is_current_stream_capturing():
+                    pairs.append((parameter, gradient))
+            found.append((numbers, pairs))
+        on_cuda = torch.cuda.is_initialized() and any(p.is_cuda for _, pairs in found for p, _ in pairs)
+        if on_cuda and torch.cuda.is_current_stream_capturing():
             fail(UNSUPPORTED, "AdamW: a CUDA graph captures the step, want it outside: it has other numbers each time")
-        lists: dict[Any, tuple[_Numbers, list[_Tensors]]] = {}  # of what a step takes together
-        for parameter, gradient, numbers in found:
-            powers, tensors = self._begin(parameter, gradient, numbers.betas)
-            key = numbers, powers, tensors.parameter.device, _fuses(tensors)
-            if key not in lists:
-                lists[key] = numbers._replace(beta_powers=powers), []
-            lists[key][1].append(tensors)
-        for (_, _, device, fuses), (numbers, some) in lists.items():
-            if fuses and _is_served(device.type):
-                _step_fused(numbers, some)
-            else:
-                for tensors in some:
-                    _step_composed(numbers, tensors)
+        lists: dict[_Numbers, dict[Any, list[_Tensors]]] = {}  # of what a step takes together
+        for numbers, pairs in found:
+            self._begin(numbers.betas, pairs, lists.setdefault(numbers, {}))
+        for numbers, of_numbers in lists.items():
+            for (power1, power2, device, plain), some in of_numbers.items():
+                now = numbers._replace(beta_powers=(power1, power2))
+                if plain and _is_served(device.type):
+                    _step_fused(now, some)
+                else:
+                    for tensors in some:
+                        _step_composed(now, tensors)
 
-    def _begin(self, parameter: Any, gradient: Any, betas: tuple[float, float]) -> tuple[tuple[float, float], _Tensors]:
-        """The powers of the betas at the parameter's next step, which its state counts, and its tensors."""
-        state = self.state[parameter]
-        if not state:
-            state |= {"step": 0, "beta1_power": 1.0, "beta2_power": 1.0}
-            state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-        if parameter.dtype == torch.float32:
-            state.pop("master", None)  # of a state that was saved beside another type
-        elif "master" not in state:
-            state["master"] = parameter.detach().to(torch.float32)
-        state["step"] += 1
-        state["beta1_power"] = power1 = state["beta1_power"] * betas[0]
-        state["beta2_power"] = power2 = state["beta2_power"] * betas[1]
-        given = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("master")
-        return (power1, power2), _Tensors(*map(_local, given))
+    def _begin(
+        self, betas: tuple[float, float], pairs: list[tuple[Any, Any]], lists: dict[Any, list[_Tensors]]
+    ) -> None:
+        """Counts a step of each parameter in its state, and lists its tensors with those that have the same powers of
+        the betas, lie on the same device, and are all plain memory or not."""
+        beta1, beta2 = betas
+        states = self.state
+        for parameter, gradient in pairs:
+            state = states[parameter]
+            if not state:
+                state |= {"step": 0, "beta1_power": 1.0, "beta2_power": 1.0}
+                state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            if parameter.dtype is _FLOAT32:
+                if "master" in state:
+                    del state["master"]  # of a state that was saved beside another type
+            elif "master" not in state:
+                state["master"] = parameter.detach().to(torch.float32)
+            state["step"] += 1
+            state["beta1_power"] = power1 = state["beta1_power"] * beta1
+            state["beta2_power"] = power2 = state["beta2_power"] * beta2
+            tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("master")
+            if not (plain := _are_plain(*tensors)):
+                tensors = tuple(map(_local, tensors))
+                plain = _are_plain(*tensors)
+            key = power1, power2, tensors[0].device, plain
+            if (some := lists.get(key)) is None:
+                some = lists[key] = []
+            some.append(tensors)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``torch.optim``; ``main_grad`` becomes zeros."""
@@ -269,14 +300,14 @@ def _check_group(group: dict[str, Any]) -> None:
             fail(UNSUPPORTED, f"AdamW: {name} is {group[name]}, want it left out: the formula has no such step")
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
-        if not isinstance(value, Real | Tensor) or not 0 <= _rounded(float(value)) < math.inf:
+        if not isinstance(value, Real | Tensor) or not 0 <= float(value) < _INFINITE:
             fail(INVALID_VALUE, f"AdamW: {name} is {group[name]}, want a finite number of 0 or more in float32")
 
 
 def _check_gradient(parameter: Any, gradient: Any) -> None:
     if parameter.dtype not in DTYPES:
         fail(INVALID_DTYPE, f"AdamW: a parameter is {parameter.dtype}, want float32, bfloat16 or float16")
-    if gradient.is_sparse or gradient.layout != torch.strided:
+    if gradient.layout is not _STRIDED:
         fail(UNSUPPORTED, "AdamW: a gradient is sparse, want a dense one")
     if gradient.shape != parameter.shape or gradient.dtype not in DTYPES:
         got, want = f"{gradient.dtype} {tuple(gradient.shape)}", tuple(parameter.shape)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import pydet
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.torch import ops  # noqa: F401 -- registers torch.ops.pydet
-from pydet.torch.accumulate import AccumulatingLinear, check_own, main_grad, part_of
+from pydet.torch.accumulate import AccumulatingLinear, adding, check_own, part_of
 from pydet.torch.ops.register import Tensor
 from pydet.torch.ops.scan import causal_conv1d_apart, selective_scan_apart
 from pydet.torch.stock import Derived, derived
@@ -365,7 +365,7 @@ class _Repeated(torch.autograd.Function):
         rows = gradient.reshape(-1, parameter.numel()).contiguous()
         ones = rows.new_ones((rows.shape[0], 1))
         if ctx.accumulates:
-            into = main_grad(parameter).view(1, -1)
+            into = adding(parameter).view(1, -1)
             pydet.gemm_db(ones, rows, out=into, accumulate=True, arithmetic="ieee")
         else:
             total = torch.ops.pydet.gemm(ones.t(), rows, None, torch.float32, "ieee", None)

@@ -5,7 +5,8 @@ Where its code adds or multiplies them with a batch, PyTorch broadcasts them, an
 an order of its own and in its own type, before anything of pydet's sees it. :class:`Shared` is a tensor that knows of
 which elements of its parameter it is made. Where it meets a batch it is spread over it (in forward a view, with the
 same values), and the gradient of each element is added to ``main_grad`` in the order in which the batch has its places.
-So one batch has the bits of its sequences one by one. In other code it is a tensor like any, and ``summed`` counts it.
+So one batch has the bits of its sequences one by one. A number that is made of several vectors, as DiffLlama's lambda,
+is spread likewise: :class:`Number`. In other code it is a tensor like any, and ``summed`` counts it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 import pydet
-from pydet.torch.accumulate import Accumulation, Part, check_own, fold, main_grad, sum_of
+from pydet.torch.accumulate import Accumulation, Part, adding, check_own, fold
 from pydet.torch.ops import DTYPES
 from pydet.torch.stock import Derived
 
@@ -35,7 +36,7 @@ _SAME = frozenset(("cpu", "cuda", "float", "half", "bfloat16", "to", "type_as"))
 _BY_PLACE = frozenset(
     (
         *("__add__", "__radd__", "__iadd__", "add", "add_", "__sub__", "__rsub__", "__isub__", "sub", "sub_"),
-        *("__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply", "__truediv__", "__rtruediv__", "div", "where"),
+        *("__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply", "__truediv__", "__rdiv__", "div", "where"),
     )
 )
 _OF_ELEMENTS = frozenset(  # of one tensor
@@ -63,12 +64,45 @@ class Source:
             rows = self.rows[arguments[0]]
         return replace(self, index=then, rows=rows)
 
+    def followed(self, function: Callable[[Tensor], Tensor]) -> Source:
+        return replace(self, then=(*self.then, function))
+
+    def made(self, values: dict[Any, Tensor]) -> Tensor:
+        """What it is of other values of its parameter."""
+        x = values[self.parameter].reshape(-1)[self.index()]
+        for function in self.then:
+            x = function(x)
+        return x
+
+
+@dataclass
+class Number:
+    """That which a :class:`Shared` is made of where several vectors were: `made` is the function of their values. What
+    it makes in the end is a number, else PyTorch sums its gradient."""
+
+    sources: dict[Any, Source]  # of each vector
+    made: Callable[[dict[Any, Tensor]], Tensor]
+
+    def moved(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Number:
+        return self.followed(lambda x: function(x, *arguments, **keywords))
+
+    def followed(self, function: Callable[[Tensor], Tensor]) -> Number:
+        made = self.made
+        return replace(self, made=lambda values: function(made(values)))
+
+    def slopes(self) -> list[Tensor]:
+        """By each element of the vectors, in fp32."""
+        values = {w: w.detach().float().requires_grad_() for w in self.sources}
+        with torch.enable_grad():
+            made = self.made(values)
+        return list(torch.autograd.grad(made, list(values.values()), torch.ones_like(made)))
+
 
 class Shared(torch.Tensor):
     """A tensor that is made of elements of a parameter, and has a place for the batch that it is spread over. `made` is
     what was made of it: a view that several layers ask for is one."""
 
-    source: Source
+    source: Source | Number
     version: int
     made: dict[Any, Tensor]
 
@@ -80,6 +114,8 @@ class Shared(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if (at := _the_only_one(name, args, kwargs)) is not None:
                 return _made(func, name, at, args, kwargs)
+            if _are_vectors(name, args, kwargs):
+                return _made_of_vectors(func, args, kwargs)
             if name in _BY_PLACE and args and not (_writes(name) and isinstance(args[0], Shared)):
                 args = _spread_all(args)
             return func(*map(_plain, args), **{key: _plain(x) for key, x in kwargs.items()})
@@ -120,14 +156,36 @@ def _made(func: Any, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str
     found = function(_plain(x))
     if found.device != x.device or not found.requires_grad:
         return found
-    if name in _VIEWS:
-        source = x.source.moved(func, behind, kwargs)
-    else:
-        source = replace(x.source, then=(*x.source.then, function))
-    made = share(found, source)
+    made = share(found, x.source.moved(func, behind, kwargs) if name in _VIEWS else x.source.followed(function))
     if key is not None:
         x.made[key] = made
     return made
+
+
+def _are_vectors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function is given nothing but vectors, and what was made of those."""
+    if (name not in _BY_PLACE and name != "sum") or _writes(name) or not args or _has_tensors(tuple(kwargs.values())):
+        return False
+    given: list[Any] = [x for x in args if isinstance(x, torch.Tensor)]
+    sources = [x.source for x in given if _is_known(x)]
+    of = [source for x in sources for source in (x.sources.values() if isinstance(x, Number) else (x,))]
+    return len(sources) == len(given) and all(x.parameter.dim() == 1 and x.padding is None for x in of)
+
+
+def _made_of_vectors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of such a function."""
+    found = func(*map(_plain, args), **kwargs)
+    if not found.requires_grad:
+        return found
+    of: list[Any] = [x.source if isinstance(x, Shared) else x for x in args]
+    sources: dict[Any, Source] = {}
+    for x in of:
+        if isinstance(x, Source):
+            sources[x.parameter] = x
+        elif isinstance(x, Number):
+            sources.update(x.sources)
+    value = lambda x, values: x.made(values) if isinstance(x, Source | Number) else x  # noqa: E731
+    return share(found, Number(sources, lambda values: func(*(value(x, values) for x in of), **kwargs)))
 
 
 def _has_tensors(values: tuple[Any, ...]) -> bool:
@@ -141,7 +199,7 @@ def _plain(x: Any) -> Any:
     return x.as_subclass(torch.Tensor) if isinstance(x, Shared) else x
 
 
-def share(plain: Tensor, source: Source) -> Tensor:
+def share(plain: Tensor, source: Source | Number) -> Tensor:
     made = plain.as_subclass(Shared)
     made.source, made.version, made.made = source, plain._version, {}
     return made
@@ -159,12 +217,16 @@ def _spread_all(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def spread(x: Any, shape: Any) -> Any:
     """What is shared, for a batch of that shape; anything else as it is. All that ask one tensor for one shape have one
     result, so that their gradients are added, each element's, before they are summed over the batch."""
-    if not _is_known(x):
+    if not _is_known(x) or (isinstance(x.source, Number) and x.numel() != 1):
         return x
     shape = tuple(shape)
     if shape not in x.made:
         with torch._C.DisableTorchFunctionSubclass():
-            x.made[shape] = _Spread.apply(x.source.parameter, _plain(x).detach(), x.source, shape)
+            values = _plain(x).detach()
+            if isinstance(x.source, Number):
+                x.made[shape] = _SpreadNumber.apply(values, x.source, shape, *x.source.sources)
+            else:
+                x.made[shape] = _Spread.apply(x.source.parameter, values, x.source, shape)
     return x.made[shape]
 
 
@@ -191,11 +253,38 @@ class _Spread(torch.autograd.Function):
             if source.padding is not None:
                 kept = ids // (max(w.shape[-1], 1) // width) != source.padding
                 rows, ids = rows[kept], ids[kept]
-            into = sum_of(w, source.part).view(-1, width)
+            into = adding(w, source.part).view(-1, width)
             if len(ids):
                 pydet.embedding_backward(rows.contiguous(), ids.contiguous(), out=into, accumulate=True)
             fold(w, source.part)
         return None, None, None, None
+
+
+class _SpreadNumber(torch.autograd.Function):
+    """Its backward adds each place's share to the sums, ascending: the sum of its last dimension times the slopes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, number: Number, shape: tuple[int, ...], *vectors: Tensor) -> Tensor:
+        names = [source.name.rpartition(".")[2] for source in number.sources.values()]
+        check_own("what a batch shares", **dict(zip(names, vectors, strict=True)))
+        ctx.save_for_backward(*vectors)  # so that PyTorch refuses one that was written meanwhile
+        ctx.number = number
+        return value.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        vectors = ctx.saved_tensors
+        if dy.numel():
+            rows = (dy if dy.dtype in DTYPES else dy.float()).reshape(-1, dy.shape[-1] if dy.dim() else 1)
+            ones = torch.ones_like(rows[:1]).t()
+            each = pydet.gemm(rows.contiguous(), ones, arithmetic="ieee", out_dtype=torch.float32)
+            ids = torch.zeros(len(each), dtype=torch.int32, device=dy.device)
+            for (w, source), slope in zip(ctx.number.sources.items(), ctx.number.slopes(), strict=True):
+                if w.requires_grad:
+                    into = adding(w, source.part)[None]
+                    pydet.embedding_backward(each * slope, ids, out=into, accumulate=True)
+                    fold(w, source.part)
+        return None, None, None, *[None for _ in vectors]
 
 
 def _through(dy: Tensor, source: Source) -> Tensor:
@@ -267,15 +356,18 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if ctx.parameter.requires_grad:
             ctx.summed[ctx.name] += 1
-            main_grad(ctx.parameter).add_(dy)
+            adding(ctx.parameter).add_(dy)
         return None, None, None
 
 
 # Of Transformers, by the place of their file and name: parameters of modules that each add to or multiply with a batch.
 _OWN = {
     ("beam", "BeamAttention"): ("gate_bias",),
+    ("diffllama", "DiffLlamaAttention"): ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
     ("doge", "DogeDecoderLayer"): ("input_residual", "post_attention_residual"),
     ("doge", "DogeAttention"): ("A",),
+    ("jetmoe", "JetMoeMoA"): ("bias",),
+    ("jetmoe", "JetMoeMoE"): ("bias",),
     ("swin", "SwinRelativePositionBias"): ("relative_position_bias_table",),
     ("transformers", "XIELUActivation"): ("alpha_p", "alpha_n"),
     ("whisper", "WhisperPositionalEmbedding"): ("weight",),

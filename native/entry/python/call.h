@@ -323,11 +323,12 @@ class PythonCall {
   // What a torch tensor is beyond its memory: one that wants a gradient, the negative of its memory, a dual number of
   // forward-mode AD. The exchange API hands out all of them without a word, and nothing about the memory tells.
   bool means_its_memory(const char *name, Object *object) {
-    Owned tracked(python().PyObject_GetAttr(object, exchange->requires_grad));
-    Owned negated(tracked ? call_python(exchange->is_neg, object) : nullptr);
+    const bool tracks = records_ != 0;  // else, as is known by now, it does not matter what asks for a gradient
+    Owned tracked(tracks ? python().PyObject_GetAttr(object, exchange->requires_grad) : nullptr);
+    Owned negated(tracked || !tracks ? call_python(exchange->is_neg, object) : nullptr);
     if (!negated) return false;
     const bool plain = negated == exchange->no && !tangents_about();
-    if (plain && (tracked == exchange->no || (tracked == exchange->yes && !records()))) return true;
+    if (plain && (!tracks || tracked == exchange->no || (tracked == exchange->yes && !records()))) return true;
     Owned checked(ask(exchange->check, object, name));
     return checked;
   }

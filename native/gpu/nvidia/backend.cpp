@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <utility>
+
+#include <cuda.h>
 
 #include "core/launch.h"
 #include "gpu/backend.h"
@@ -13,6 +16,7 @@
 #include "gpu/nvidia/sm90/attention/backward.h"
 #include "gpu/nvidia/sm90/choose.h"
 #include "gpu/nvidia/sm90/groups.h"
+#include "ops/adamw/allocations.h"
 
 namespace pydet {
 namespace {
@@ -638,6 +642,35 @@ constexpr Hooks<HeadRows> kHeadHooks = {head_loss};
 constexpr Hooks<Attention> kAttentionHooks = {attention_workspace};
 constexpr Hooks<AttentionBackward> kAttentionBackwardHooks = {attention_backward_workspace};
 
+using GetPointerAttributes = CUresult (*)(unsigned, CUpointer_attribute *, void **, CUdeviceptr);
+
+// Found through the runtime, so that no driver is linked; NULL where it has none.
+GetPointerAttributes pointer_attributes() {
+  static std::atomic<GetPointerAttributes> known{nullptr};
+  if (const GetPointerAttributes function = known.load(std::memory_order_relaxed)) return function;
+  void *entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &entry, 12000, cudaEnableDefault, &found) !=
+          cudaSuccess ||
+      found != cudaDriverEntryPointSuccess)
+    return nullptr;
+  const auto function = reinterpret_cast<GetPointerAttributes>(entry);
+  known.store(function, std::memory_order_relaxed);
+  return function;
+}
+
+Allocation allocation_of(const void *at) {
+  const GetPointerAttributes ask = pointer_attributes();
+  CUdeviceptr begin = 0;
+  size_t size = 0;
+  CUpointer_attribute which[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+  void *found[] = {&begin, &size};
+  if (!ask || ask(2, which, found, reinterpret_cast<CUdeviceptr>(at)) != CUDA_SUCCESS) return {};
+  return {uintptr_t(begin), uintptr_t(begin) + size};
+}
+
+constexpr Hooks<AdamW> kAdamWHooks = {allocation_of};
+
 constexpr Backend cuda() {
   Backend backend = {PYDET_CUDA, "CUDA"};
   backend.device_count = device_count;
@@ -654,7 +687,7 @@ constexpr Backend cuda() {
              table(kSample), table(kTopK), table(kEmbedding), table(kEmbeddingBackward), table(kSelectiveScan),
              table(kGatedDelta), table(kCausalConv1d), no_kernels<LinearLogProb>(), table(kHeadRows, &kHeadHooks),
              table(kRotaryTable), table(kRotary), table(kSelectiveScanBackward), table(kGatedDeltaBackward),
-             table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW));
+             table(kCausalConv1dBackward), table(kRmsNormQuantize), table(kAdamW, &kAdamWHooks));
   return backend;
 }
 

@@ -1,7 +1,20 @@
 // A step of AdamW.
 
 #include "core/launch.h"
+#include "ops/adamw/allocations.h"
 #include "ops/adamw/check.h"
+
+namespace pydet {
+
+template <> struct Reach<AdamW> {
+  Allocations allocations;
+  bool operator()(const Backend &backend, int32_t id, const void *at) {
+    const Hooks<AdamW> *hooks = backend.table<AdamW>().hooks;
+    return (hooks && allocations.has(*hooks, at)) || backend.reaches(id, at);
+  }
+};
+
+}  // namespace pydet
 
 using namespace pydet;
 

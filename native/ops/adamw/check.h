@@ -86,20 +86,34 @@ struct ListName {
 constexpr ListName kListNames[kAdamWLists] = {
     {"params", kResult}, {"grads", kAddend}, {"exp_avgs", kPart}, {"exp_avg_sqs", kPart}, {"masters", kPart}};
 
-struct ElementName {
-  char text[24];
-  ElementName(int list, int i) { snprintf(text, sizeof text, "%s[%d]", kListNames[list].name, i); }
+// "params[0]" and so on, ready made: a call has hundreds of names, and a sentence seldom needs one.
+struct ElementNames {
+  char text[kAdamWLists][PYDET_ADAMW_TENSORS][16];
 };
+constexpr ElementNames element_names() {
+  static_assert(PYDET_ADAMW_TENSORS <= 100, "two digits");
+  ElementNames names = {};
+  for (int list = 0; list < kAdamWLists; ++list)
+    for (int i = 0; i < PYDET_ADAMW_TENSORS; ++i) {
+      char *at = names.text[list][i];
+      for (const char *from = kListNames[list].name; *from; ++from) *at++ = *from;
+      *at++ = '[';
+      if (i >= 10) *at++ = char('0' + i / 10);
+      *at++ = char('0' + i % 10);
+      *at++ = ']';
+    }
+  return names;
+}
+inline constexpr ElementNames kElementNames = element_names();
 
 // Tensors of number i, whose place in the call's sentences that is. `first`: the first tensor of the call.
 __attribute__((noinline)) inline pydet_status tensor_of_lists(const char *op, const AdamWLists &lists, int i,
                                                               View *first, AdamWTensor *tensor) {
-  const ElementName names[kAdamWLists] = {{0, i}, {1, i}, {2, i}, {3, i}, {4, i}};
   View view, param;
   const char *data[kAdamWLists] = {};
   for (int list = 0; list < kAdamWLists; ++list) {
     if (list == 4 && (!lists.tensors[list] || !lists.tensors[list][i])) break;
-    PYDET_TRY(read(op, names[list].text, kListNames[list].use, lists.tensors[list][i], 0, &view));
+    PYDET_TRY(read(op, kElementNames.text[list][i], kListNames[list].use, lists.tensors[list][i], 0, &view));
     if (list == 0) {
       param = view;
       if (!first->present()) *first = view, first->name = "params[0]";
@@ -123,43 +137,51 @@ __attribute__((noinline)) inline pydet_status tensor_of_lists(const char *op, co
 // One tensor of a call, as its place in the memory of the device.
 struct Span {
   uintptr_t begin, end;
+  int16_t list, number;  // of the tensor, for its name
 };
-inline Span span_of(const AdamW &a, int place) {
-  const AdamWTensor &t = a.tensors[place / kAdamWLists];
-  const char *const data[kAdamWLists] = {t.param, t.grad, reinterpret_cast<const char *>(t.exp_avg),
-                                         reinterpret_cast<const char *>(t.exp_avg_sq),
-                                         reinterpret_cast<const char *>(t.master)};
-  const int list = place % kAdamWLists;
-  const int bytes = list == 0 ? size_of(t.param_type) : list == 1 ? size_of(t.grad_type) : int(sizeof(float));
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(data[list]);
-  return {begin, begin ? begin + uintptr_t(t.size) * unsigned(bytes) : 0};
+
+// The tensors of a call that have elements; returns how many. numbers[i] is what tensor i is called, since those without
+// elements are left out.
+inline int spans_of(const AdamW &a, const int16_t *numbers, Span *spans) {
+  int count = 0;
+  for (int i = 0; i < a.count; ++i) {
+    const AdamWTensor &t = a.tensors[i];
+    const auto add = [&](int list, const void *data, int bytes) {
+      if (!data) return;
+      const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+      spans[count++] = {begin, begin + uintptr_t(t.size) * unsigned(bytes), int16_t(list), numbers[i]};
+    };
+    add(0, t.param, size_of(t.param_type));
+    add(1, t.grad, size_of(t.grad_type));
+    add(2, t.exp_avg, int(sizeof(float)));
+    add(3, t.exp_avg_sq, int(sizeof(float)));
+    add(4, t.master, int(sizeof(float)));
+  }
+  return count;
 }
 
-// Nothing that is written shares memory with another tensor; gradients may with each other. numbers[i] is what tensor i
-// is called, since those without elements are left out. By places in order, so that each meets its neighbours alone.
+// Nothing that is written shares memory with another tensor; gradients may with each other. By places in order, so that
+// each meets its neighbours alone.
 __attribute__((noinline)) inline pydet_status tensors_apart(const char *op, const AdamW &a, const int16_t *numbers) {
-  int16_t places[kAdamWLists * PYDET_ADAMW_TENSORS];
-  int count = 0;
-  for (int i = 0; i < kAdamWLists * a.count; ++i)
-    if (span_of(a, i).begin) places[count++] = int16_t(i);
-  std::sort(places, places + count, [&](int x, int y) {
-    const uintptr_t of_x = span_of(a, x).begin, of_y = span_of(a, y).begin;
-    return of_x < of_y || (of_x == of_y && x < y);
+  Span spans[kAdamWLists * PYDET_ADAMW_TENSORS];
+  const int count = spans_of(a, numbers, spans);
+  std::sort(spans, spans + count, [](const Span &x, const Span &y) {
+    if (x.begin != y.begin) return x.begin < y.begin;
+    return x.number != y.number ? x.number < y.number : x.list < y.list;
   });
-  const auto written = [](int place) { return place % kAdamWLists != 1; };
-  int furthest = -1, furthest_written = -1;  // which of those before reaches the furthest
-  const auto reach = [&](int place) { return place < 0 ? 0 : span_of(a, place).end; };
-  for (int i = 0; i < count; ++i) {
-    const int place = places[i], before = written(place) ? furthest : furthest_written;
-    if (span_of(a, place).begin < reach(before)) {
-      const ElementName one(place % kAdamWLists, numbers[place / kAdamWLists]);
-      const ElementName other(before % kAdamWLists, numbers[before / kAdamWLists]);
-      const bool first = written(place);
-      return fail(PYDET_OVERLAP, "%s: %s shares memory with %s, want it apart", op, first ? one.text : other.text,
-                  first ? other.text : one.text);
+  const Span none = {0, 0, 0, 0};
+  const Span *furthest = &none, *furthest_written = &none;  // which of those before reaches the furthest
+  for (const Span *span = spans; span < spans + count; ++span) {
+    const bool written = span->list != 1;
+    const Span *before = written ? furthest : furthest_written;
+    if (span->begin < before->end) {
+      const char *own = kElementNames.text[span->list][span->number];
+      const char *other = kElementNames.text[before->list][before->number];
+      return fail(PYDET_OVERLAP, "%s: %s shares memory with %s, want it apart", op, written ? own : other,
+                  written ? other : own);
     }
-    if (span_of(a, place).end > reach(furthest)) furthest = place;
-    if (written(place) && span_of(a, place).end > reach(furthest_written)) furthest_written = place;
+    if (span->end > furthest->end) furthest = span;
+    if (written && span->end > furthest_written->end) furthest_written = span;
   }
   return PYDET_OK;
 }

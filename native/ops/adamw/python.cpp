@@ -3,6 +3,8 @@
 
 #include <cstdlib>
 
+#include "ops/adamw/check.h"
+
 namespace pydet {
 namespace {
 
@@ -12,13 +14,13 @@ struct AdamWArguments {
                   lr, beta1, beta2, eps, weight_decay, beta1_power, beta2_power, kernel, stream);
 };
 
-constexpr int kLists = 5;
+constexpr int kLists = kAdamWLists;
 constexpr int kMost = PYDET_ADAMW_TENSORS;
 
 // Operands of all lists: too many for the stack of a thread that is not the first.
 class Room {
  public:
-  explicit Room(intptr_t operands) : operands_(static_cast<Operand *>(calloc(size_t(operands), sizeof(Operand)))) {}
+  explicit Room(intptr_t operands) : operands_(static_cast<Operand *>(malloc(size_t(operands) * sizeof(Operand)))) {}
   ~Room() { free(operands_); }
   Room(const Room &) = delete;
   Room &operator=(const Room &) = delete;
@@ -34,7 +36,6 @@ Object *call_adamw(Object *, Object *const *args, intptr_t count, Object *keywor
   AdamWArguments given;
   if (!reading.arguments(names_of<AdamWArguments>, 4, args, count, keywords, &given)) return nullptr;
   Object *const lists[kLists] = {given.params, given.grads, given.exp_avgs, given.exp_avg_sqs, given.masters};
-  const char *const names[kLists] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "masters"};
   const int present = pydet::given(given.masters) ? kLists : kLists - 1;
   intptr_t length = 0;
   char sentence[120];
@@ -42,29 +43,30 @@ Object *call_adamw(Object *, Object *const *args, intptr_t count, Object *keywor
     const intptr_t own = python().PyTuple_Size(lists[list]);
     if (list == 0) length = own;
     snprintf(sentence, sizeof sentence, "a sequence of %lld, want 1 to %d tensors", static_cast<long long>(own), kMost);
-    if (own < 1 || own > kMost) return reading.refuse(names[list], sentence), nullptr;
+    if (own < 1 || own > kMost) return reading.refuse(kListNames[list].name, sentence), nullptr;
     snprintf(sentence, sizeof sentence, "a sequence of %lld, want %lld as params is", static_cast<long long>(own),
              static_cast<long long>(length));
-    if (own != length) return reading.refuse(names[list], sentence), nullptr;
+    if (own != length) return reading.refuse(kListNames[list].name, sentence), nullptr;
   }
   const Room room(length * present);
   if (!room.operands())
     return reading.fail(PYDET_DEVICE_ERROR, "adamw: no memory for the tensors' descriptors"), nullptr;
   PythonCall call("adamw", room.operands());
   const pydet_tensor *tensors[kLists][kMost] = {};
-  int64_t work = 0;
-  for (int i = 0; i < length; ++i) {
-    for (int list = 0; list < present; ++list) {
-      char name[24];
-      snprintf(name, sizeof name, "%s[%d]", names[list], i);
+  for (int list = 0; list < present; ++list) {  // tensors of a list are mostly of one Python type
+    for (int i = 0; i < length; ++i) {
+      const char *name = kElementNames.text[list][i];
       Object *object = python().PyTuple_GetItem(lists[list], i);
       Operand *operand =
           list == kLists - 1 ? call.read_optional(name, object, true) : call.read(name, object, list != 1);
       if (!operand) return nullptr;
       tensors[list][i] = tensor_of(operand);
     }
+  }
+  int64_t work = 0;
+  for (int i = 0; i < length && work < kGilWork; ++i) {
     const int64_t size = elements(tensors[0][i][0]);
-    work = work < kGilWork && size > 0 ? work + (size < kGilWork ? size : kGilWork) : work;
+    work += size > kGilWork ? kGilWork : size > 0 ? size : 0;
   }
   pydet_adamw_step step = {};
   pydet_adamw_options options = {};

@@ -50,12 +50,13 @@ void spread(pydet_tensor *a, const pydet_tensor &b, const pydet_tensor &out) {
 // Operands: a, b, then a bias if has_bias, what to continue from if accumulate; one result. transpose_a, transpose_b:
 // the matrices as they lie are a^T, b^T. arithmetic, k_chunk as in pydet_gemm_options. A bias with one row serves all
 // rows. skinny: a, b^T are x, w of pydet_skinny_gemm, with mode and weights_constant; a batch of b, which that does
-// not take, goes to pydet_gemm. No workspace: a kernel that wants one (pydet_gemm_workspace) is not chosen.
-// has_initial, not with accumulate or skinny: an operand more, fp32 and shaped like the result, where sums begin, and a
-// workspace of bytes behind the result.
+// not take, goes to pydet_gemm. has_workspace: bytes behind the result, for kernels that use them, copies of operands among
+// them. It is a result, not scratch memory of XLA's: that is given back when the handler returns, and a graph of commands
+// which was captured would write to it again. has_initial, not with accumulate or skinny: an operand more, fp32 and shaped
+// like the result, where sums begin, and a workspace.
 void gemm(Call &call) {
   const bool has_bias = call.flag("has_bias"), accumulate = call.flag("accumulate");
-  const bool has_initial = call.flag("has_initial");
+  const bool has_initial = call.flag("has_initial"), has_workspace = call.flag("has_workspace") || has_initial;
   const bool transpose_a = call.flag("transpose_a"), transpose_b = call.flag("transpose_b");
   const bool skinny = call.flag("skinny");
   Shape shapes[5];
@@ -85,7 +86,9 @@ void gemm(Call &call) {
     call.fail("attribute has_initial is 1 with %s, want 0", skinny ? "skinny" : "accumulate");
   pydet_gemm_options plain = {};
   plain.struct_size = sizeof plain;
-  if (has_initial) give_workspace(call, call.result(1), &plain);
+  if (has_workspace) give_workspace(call, call.result(1), &plain);
+  options.workspace = plain.workspace;
+  options.workspace_size = plain.workspace_size;
   if (skinny && (transpose_a || !transpose_b)) call.fail("attribute skinny is 1 with other than a and b^T as they lie");
   void *stream = call.stream();
   if (call.failed()) return;

@@ -184,6 +184,12 @@ def gather(x: Tensor, group: Group) -> Tensor:
     return everyone.view(world, *x.shape)
 
 
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """With zeros behind, to a multiple of so many along the last dimension: x itself, where it is one."""
+    missing = -x.shape[-1] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
 def peer(group: Group, rank: int) -> int:
     """The rank among all processes of a rank of the group, as point-to-point calls name it."""
     return rank if group is None else dist.get_global_rank(group, rank)
@@ -271,9 +277,7 @@ def _flat_bias(bias: Tensor | None, begin: int, end: int) -> Tensor | None:
 
 def split_sums(sums: Tensor, world: int) -> Tensor:
     """``[W, s, c]`` of sums ``[s, ...]``: what goes to each rank, padded with zeros to W equal parts."""
-    flat = sums.flatten(1)
-    padded = torch.nn.functional.pad(flat, (0, -flat.shape[1] % world))
-    return padded.view(len(sums), world, -1).transpose(0, 1).contiguous()
+    return padded(sums.flatten(1), world).reshape(len(sums), world, -1).transpose(0, 1).contiguous()
 
 
 def _own_part(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.dtype, order: Order) -> Tensor:
@@ -314,8 +318,7 @@ def _chain(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.dty
 def _halving(sums: Tensor, group: Group, bias: Tensor | None, out_dtype: torch.dtype, order: Order) -> Tensor:
     """Partners 1, 2, 4 ... ranks apart fold half of what they have left, and give the other half away."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    count = sums[0].numel()
-    mine = torch.nn.functional.pad(fold_all(sums, order="tree").view(-1), (0, -count % world))
+    count, mine = sums[0].numel(), padded(fold_all(sums, order="tree").view(-1), world)
     begin, apart = 0, 1
     while apart < world:
         low, high = mine.view(2, -1).unbind()

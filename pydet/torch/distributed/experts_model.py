@@ -20,6 +20,7 @@ from pydet.ops import Arithmetic
 from pydet.torch.accumulate import AccumulatingExperts, Sources, local
 from pydet.torch.distributed.exchange import Group, Tensor, gather, shared, together
 from pydet.torch.distributed.experts import by_ranks, check_routed, meet_in_backward
+from pydet.torch.distributed.fsdp import ranks_around
 from pydet.torch.distributed.symmetric import capturing
 from pydet.torch.experts import ToExperts, combine, is_experts, layers_of, of_pydet, route, sum_of_slots
 from pydet.torch.experts_fp8 import Fp8Experts, matrices_of
@@ -223,6 +224,15 @@ def _check_trained(module: Any) -> None:
             "gradients in an order that follows the number of ranks; want accumulate_gradients(model) (or of the "
             "experts alone), or experts that are not trained",
         )
+    own = sorted(module.pydet_shares.ranks())
+    others = [x for x in ranks_around(module) if x != own] if trained and torch.is_grad_enabled() else []
+    if others:
+        fail(
+            UNSUPPORTED,
+            f"{_OP}: the experts' {trained[0]} is summed over the tokens of ranks {own}, and the model is in "
+            f"fully_shard over ranks {others[0]}, whose sums it would lack; want the experts shared out over the ranks "
+            "of fully_shard's mesh",
+        )
 
 
 def _layers(module: Any, how: How, rows: Tensor, ends: Tensor, sources: Sources | None = None) -> Tensor:
@@ -379,7 +389,8 @@ def shard_experts(model: torch.nn.Module, *, group: Group = None, tokens: Tokens
         Error: on every rank, where one has another model, or a layer that was not converted, is shared out already, is
             in fp8, has a norm of results, accumulates already, or experts that the ranks do not divide; then nothing is
             changed. In forward, where ranks have other options or a rank alone has gradients; with ``replicate``, other
-            tokens (on GPUs compared at the first call).
+            tokens (on GPUs compared at the first call); with ``shard``, trained experts in ``fully_shard`` over other
+            ranks.
     """
     if not isinstance(model, torch.nn.Module):
         fail(INVALID_VALUE, f"{_OP}: model is {type(model).__qualname__}, want a torch.nn.Module")

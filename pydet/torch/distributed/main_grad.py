@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import fold
 from pydet.torch.accumulate import local
-from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, gather, together
+from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, gather, padded, together
 from pydet.torch.optimizer import own_gradient
 
 _BUCKET = 1 << 24  # elements that are exchanged at a time; it decides no bits
@@ -124,8 +124,8 @@ class OrderedMainGrads:
         for p in self.experts:
             p.pydet_passes = 0
         for i, bucket in enumerate(filter(None, self.buckets)):
-            flat = torch.cat([self._sums_of(p) for p in bucket])
-            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
+            parts = [self._sums_of(p) for p in bucket]
+            flat = padded(parts[0] if len(parts) == 1 else torch.cat(parts), world)  # a large one is not copied
             if len(self.shards) == i:
                 self.shards.append(flat.new_zeros(flat.numel() // world))
             continue_shard(flat, self.shards[i], self.group)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pydet._native import INVALID_VALUE, UNSUPPORTED, constants, fail
 from pydet.ops import gemm
-from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, together
+from pydet.torch.distributed.exchange import Group, Tensor, continue_shard, fold_all, gather, padded, together
 from pydet.torch.optimizer import exact_sqrt, own_gradient
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------
@@ -69,10 +69,10 @@ def ordered_hook(state: OrderedState, bucket: Any) -> torch.futures.Future[Tenso
         return None, f"round {done + 1} of {state.rounds}, bucket {index} of {layout}"
 
     together(op, group, flat.device, terms)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
+    whole = padded(flat, world)
     if shard is None:
-        shard = padded.new_zeros(padded.numel() // world)
-    continue_shard(padded, shard, group)
+        shard = whole.new_zeros(whole.numel() // world)
+    continue_shard(whole, shard, group)
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
     if done + 1 < state.rounds:
         state.running[index] = done + 1, layout, shard
@@ -182,8 +182,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     total = total * total
     ones = torch.ones(_WIDTH, 1, device=x.device)
     while True:
-        total = torch.nn.functional.pad(total, (0, -total.numel() % _WIDTH)).view(-1, _WIDTH)
-        total = gemm(total, ones, arithmetic="ieee").view(-1)
+        total = gemm(padded(total, _WIDTH).view(-1, _WIDTH), ones, arithmetic="ieee").view(-1)
         if total.numel() <= 1:
             return total if total.numel() else x.new_zeros(1, dtype=torch.float32)
 

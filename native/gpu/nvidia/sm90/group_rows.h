@@ -26,14 +26,30 @@ template <class S> struct WarpTile {
     }
   }
 
-  // Selects, not branches: behind those ptxas serialises every wgmma (C7515).
+  // All loads are on their way before the first is waited for.
   __device__ __forceinline__ void begin_at_out(float (&d)[S::registers]) const {
-    const float *from = reinterpret_cast<const float *>(p.out);
+    const float *from = reinterpret_cast<const float *>(p.out) + out;
+    const int first = column + lane % 4 * 2;
+    if (p.out_aligned && p.n % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < S::registers; ++i) {
-      const int r = lane / 4 + i % 4 / 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      d[i] = r < rows && c < p.n ? canonical(from[out + r * p.out_row_stride + c]) : 0.0f;
+      for (int h = 0; h < 2; ++h) {
+        const int r = lane / 4 + 8 * h, left = r < rows ? p.n - first : 0;
+        const float *const line = from + r * p.out_row_stride + first;
+#pragma unroll
+        for (int j = 0; j < S::n / 8; ++j) {
+          const float2 pair = 8 * j < left ? *reinterpret_cast<const float2 *>(line + 8 * j) : make_float2(0, 0);
+          d[4 * j + 2 * h] = pair.x, d[4 * j + 2 * h + 1] = pair.y;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < S::registers; ++i) {
+        const int r = lane / 4 + i % 4 / 2 * 8, c = first + i / 4 * 8 + i % 2;
+        d[i] = r < rows && c < p.n ? from[r * p.out_row_stride + c] : 0;
+      }
     }
+#pragma unroll
+    for (float &x : d) asm volatile("mov.f32 %0, %1;" : "=f"(x) : "f"(canonical(x)));  // before the products' fence
   }
 
   __device__ __forceinline__ void add_bias(float (&d)[S::registers]) const {

@@ -99,6 +99,20 @@ __device__ __forceinline__ void produce(const GroupedProblem &p, const Groups &g
   }
 }
 
+// While a tile is multiplied, what the next one's accumulators begin at comes to the L2. A warp of its own takes the tiles
+// as the producer begins them: few tokens are a few stages, beside which that memory is most of the tile's time.
+template <class S>
+__device__ __forceinline__ void bring_sums(const GroupedProblem &p, SpotSlots slots) {
+  constexpr int kLine = 128 / 4, kLines = S::n / kLine;  // elements; of a row
+  const int lane = int(threadIdx.x) % 32;
+  for (Spot at = slots.take(); at.group != kNoGroup; at = slots.take()) {
+    const float *const out = reinterpret_cast<const float *>(p.out) + at.group * p.out_stride;
+    const int end = min(at.row + S::m, at.end), column = at.column + lane % kLines * kLine;
+    for (int row = at.row + lane / kLines; row < end && column < p.n; row += 32 / kLines)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(out + row * p.out_row_stride + column));
+  }
+}
+
 // ---- Products ----------------------------------------------------------------------------------------------------
 
 // Where in the ring a warpgroup reads, and the stage that its wgmma group in flight still reads.
@@ -237,6 +251,7 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = shared_address(memory);
   const int rank = cluster_rank();
+  const bool continues = S::depth && p.accumulate;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::stages; ++i) {
       barrier_init(shared + S::barriers_at + i * 8, 1);
@@ -244,7 +259,7 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
     }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(shared + S::slots_at + i * 8, 1);
-      barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4);
+      barrier_init(shared + S::slots_at + (kSlots + i) * 8, S::consumers * 4 + continues);
     }
     fence_barrier_init();
     prefetch(&p.a), prefetch(&p.b);
@@ -260,6 +275,7 @@ __global__ void __launch_bounds__(S::threads, 1) grouped_kernel(const __grid_con
   if (warpgroup == 0) {
     registers_down<S::producer_registers>();
     if (threadIdx.x == 0) produce<S>(p, groups, slots, shared, rank);
+    if (continues && threadIdx.x / 32 == 1) bring_sums<S>(p, slots);
   } else {
     registers_up<S::consumer_registers>();
     consume<S>(p, slots, shared, warpgroup - 1);

@@ -496,7 +496,8 @@ template pydet_status scaled_gemm_sm90<6>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_gemm_sm90<7>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_gemm_sm90<8>(const ScaledGemm &, const Choice &);
 template pydet_status scaled_gemm_sm90<9>(const ScaledGemm &, const Choice &);
-static_assert(kFp8TileCount == 10, "each is instantiated");
+template pydet_status scaled_gemm_sm90<10>(const ScaledGemm &, const Choice &);
+static_assert(kFp8TileCount == 11, "each is instantiated");
 
 pydet_status scaled_gemm_sm90_rest(const ScaledGemm &g) {
   if (!readable(g)) return unreadable(g);

@@ -101,7 +101,7 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_64x80_2x4", 64, 80, 2, 4, false, kForward, kNoLayout},
     {"cuda_gemm_sm90_64x80_wide_swapped", 64, 80, 1, 2, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_64x80_1x4_swapped", 64, 80, 1, 4, true, kForward | kTurnedA, kNoLayout},
-    {"cuda_gemm_sm90_64x96_wide_swapped", 64, 96, 1, 2, true, kForward, kNoLayout},
+    {"cuda_gemm_sm90_64x96_wide_swapped", 64, 96, 1, 2, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_128x96_wide_swapped", 128, 96, 1, 2, true, kForward | kTurnedA, kNoLayout},
     {"cuda_gemm_sm90_128x80_wide", 128, 80, 1, 2, false, kForward | kTurnedB, kNoLayout},
     {"cuda_gemm_sm90_192x128_wide_handover", 192, 128, 1, 2, false, kForward | kTurnedB, kNoLayout, true},
@@ -110,6 +110,8 @@ constexpr Sm90Tile kSm90Tiles[] = {
     {"cuda_gemm_sm90_128x160_wide_swapped_handover", 128, 160, 1, 2, true, kForward | kTurnedA, kNoLayout, true},
     {"cuda_gemm_sm90_128x256_handover", 128, 256, 2, 1, false, kForward | kTurnedB, kNoLayout, true},
     {"cuda_gemm_sm90_128x192_2x2", 128, 192, 2, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_128x64_wide", 128, 64, 1, 2, false, kForward | kTurnedB, kNoLayout},
+    {"cuda_gemm_sm90_64x64_2x2", 64, 64, 2, 2, false, kForward | kTurnedB, kNoLayout},
 };
 constexpr int kSm90TileCount = int(sizeof kSm90Tiles / sizeof *kSm90Tiles);
 

@@ -1,0 +1,154 @@
+"""JetMoe's mixtures of experts on pydet's: right, a token's own, and one batch where micro-batches come."""
+
+import copy
+import functools
+import os
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+from pydet.torch import jetmoe  # noqa: E402
+from pydet.torch.stock import as_stock  # noqa: E402
+from torch_bits import differ, give_attention, normal, same  # noqa: E402
+
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "kv_channels": 8},
+    **{"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 3, "max_position_embeddings": 512},
+}
+
+
+@pytest.fixture
+def made(transformers):
+    """A model of a type, not converted."""
+
+    def make(dtype=torch.float32):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.JetMoeConfig(**SIZES)).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.set_attn_implementation("pydet")
+        return model.to(dtype)
+
+    return make
+
+
+def loss_of(model, ids):
+    with pt.override_aten():
+        return (model(ids, use_cache=False).logits.float() ** 3).sum()
+
+
+def ids(rows=3, tokens=12):
+    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_and_gradients_are_right(made):
+    model, want = made(), made()
+    report = pt.convert(model)
+    assert not report.left and not report.attention, report
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
+        give_attention(want, "eager")
+        with as_stock(model):
+            same(model(ids()).logits, want(ids()).logits)
+    loss_of(model, ids()).backward()
+    loss_of(want, ids()).backward()
+    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3 * float(q.grad.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_micro_batches_are_one_batch(made, dtype):
+    model = made(dtype)
+    pt.convert(model)
+    found = pt.accumulate_gradients(model)
+    assert not found.outside and len(found) == len(list(model.parameters()))
+
+    def sums(cut):
+        for p in found:
+            p.main_grad.zero_()
+        for part in ids(tokens=pydet.DWEIGHT_ROWS).split(cut):
+            loss_of(model, part).backward()
+        return [p.main_grad.clone() for p in found]
+
+    whole = sums(3)
+    assert all(x.any() for x in whole) and not found.summed
+    for cut in (1, [1, 2], [2, 1]):
+        for got, want in zip(sums(cut), whole, strict=True):
+            same(got, want)
+    model.zero_grad()
+    for module in model.modules():
+        module.accumulates = False
+    loss_of(model, ids(tokens=pydet.DWEIGHT_ROWS)).backward()
+    close = 1e-4 if dtype == torch.float32 else 0.1
+    for p, got in zip(found, whole, strict=True):
+        torch.testing.assert_close(got, p.grad.float(), rtol=close, atol=close * float(p.grad.abs().max()))
+
+
+def test_copies_accumulate_and_compute_the_same(made):
+    model = made()
+    pt.convert(model)
+    pt.accumulate_gradients(model)
+    loss_of(model, ids()).backward()
+    with torch.no_grad():
+        want = model(ids()).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for p in other.parameters():
+            p.main_grad = None
+        loss_of(other, ids()).backward()
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.main_grad, q.main_grad), name
+        with torch.no_grad():
+            same(other(ids()).logits, want)
+
+
+PARTS = ["mlp", "mlp.router", "mlp.input_linear", "self_attention.experts", "self_attention.experts.output_linear"]
+
+
+@pytest.mark.parametrize("left", PARTS)
+def test_beside_a_module_that_stayed_as_it_was(made, left):
+    """As one whose forward somebody replaced before."""
+    model, want = made(), made()
+    for layer in model.model.layers:
+        module = layer.get_submodule(left)
+        module.forward = functools.partial(type(module).forward, module)
+    report = pt.convert(model)
+    assert [name for name in report.left if name.endswith(left)] and not isinstance(
+        module, jetmoe.Mixture | jetmoe.TopKGating | jetmoe.ParallelExperts
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_how_its_matrices_sum_is_asked_for(made):
+    model, others = made(), made()
+    pt.convert(model, k_chunk=16)
+    pt.convert(others)
+    assert not pt.convert(model).left and pt.convert(others, k_chunk=16).left
+    x, sizes = normal(7, 32), [2, 0, 1, 4, 0]
+    with torch.no_grad():
+        first, second = (x.model.layers[0].mlp.input_linear(normal(7, 32), sizes) for x in (model, others))
+        w = others.model.layers[0].mlp.input_linear.weight
+        rows, parts = x.split(sizes), []
+        for matrix, part in zip(w, rows, strict=True):
+            parts.append(pt.linear(part, matrix))
+    differ(first, second)
+    same(second, torch.cat(parts))
+
+
+def test_no_tokens(made):
+    model = made()
+    pt.convert(model)
+    pt.accumulate_gradients(model)
+    for x in (normal(0, 12, 32), normal(2, 0, 32)):
+        x.requires_grad_()
+        layer = model.model.layers[0]
+        y = layer.mlp(x)
+        queries, _, topology = layer.self_attention.experts.map(x)
+        z = layer.self_attention.experts.reduce(queries, topology)
+        assert y.shape == z.shape == x.shape and queries.shape == (*x.shape[:2], 3, 16)
+        (y + z).sum().backward()
+        assert x.grad.shape == x.shape and not layer.mlp._parameters["bias"].main_grad.any()
