@@ -217,14 +217,16 @@ $(BUILD)/cpu/%.avx512.o: native/cpu/%.cpp
 # ---- CUDA: libpydet_cuda.so holds the CPU kernels too; the runtime is linked in, the driver is not ----
 NVCC ?= nvcc
 # One word an object of native/gpu; SASS for the listed architectures. sm90/gemm.cu is compiled once a group of its tiles,
-# sm90/skinny.cu once for each layout of the weights and half of its tiles, gemm_mma.cu, attention_mma.cu and
+# sm90/skinny.cu once for each layout of the weights and half of its tiles, sm90/scaled_tiles.cu and
+# sm90/scaled_groups.cu once for e4m3 alone and once for operands of e5m2, gemm_mma.cu, attention_mma.cu and
 # forward and the gradients of sm90/attention once for each type. What takes longest comes first, and is named; any other kernel of any/ and
 # nvidia/ follows.
 SM90_GROUPS := $(shell seq 0 31)
 SM90_SKINNY := $(addprefix sm90/skinny.,along_k_wide along_k_narrow along_n_wide along_n_narrow)
+SM90_SCALED := $(foreach kernel,scaled_tiles scaled_groups,sm90/$(kernel).e4m3 sm90/$(kernel).e5m2)
 MMA_TYPES := 0 1
 SM90_ATTENTION := $(foreach kernel,forward backward_fused backward_keys backward_queries,$(foreach type,1 2,sm90/attention/$(kernel).$(type)))
-SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) $(MMA_TYPES:%=attention_mma.%) attention_backward_keys_mma attention_backward_queries_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows sm90/scaled_tiles sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped sm90/scaled_groups) \
+SLOW_KERNELS := $(addprefix nvidia/,$(SM90_ATTENTION) $(MMA_TYPES:%=attention_mma.%) attention_backward_keys_mma attention_backward_queries_mma sm90/attention/decode sm90/attention/spread sm90/attention/combine sm90/attention/backward_rows $(SM90_SCALED) sm90/scaled_skinny $(SM90_SKINNY) $(MMA_TYPES:%=gemm_mma.%) sm90/grouped) \
   any/attention_ieee any/attention_backward_ieee any/rmsnorm_backward nvidia/norm_backward_apart any/norm any/softmax nvidia/norm_elements any/norm_backward \
   nvidia/norm_backward_elements $(addprefix nvidia/,norm_backward_rows \
     gemm_ieee_fp32 softmax_staged softmax_strided softmax_spread softmax_head) \
@@ -317,6 +319,14 @@ $(SM90_SKINNY:%=$(BUILD)/gpu/nvidia/%.o): $(BUILD)/gpu/nvidia/sm90/skinny.along_
 	@mkdir -p $(@D)
 	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_SKINNY_ALONG_N=$(if $(filter n_%,$*),1,0) \
 	  -DPYDET_SKINNY_WIDE=$(if $(filter %_wide,$*),1,0) -MMD -MP -c $< -o $@
+
+$(filter %.e4m3.o,$(SM90_SCALED:%=$(BUILD)/gpu/nvidia/%.o)): $(BUILD)/gpu/nvidia/%.e4m3.o: native/gpu/nvidia/%.cu
+	@mkdir -p $(@D)
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_SCALED_E5M2=0 -MMD -MP -c $< -o $@
+
+$(filter %.e5m2.o,$(SM90_SCALED:%=$(BUILD)/gpu/nvidia/%.o)): $(BUILD)/gpu/nvidia/%.e5m2.o: native/gpu/nvidia/%.cu
+	@mkdir -p $(@D)
+	@$(LINE) $(NVCC) -ccbin $(lastword $(CXX)) $(NVCCFLAGS) $(GENCODE) -DPYDET_SCALED_E5M2=1 -MMD -MP -c $< -o $@
 
 # Some tiles of forward.cu and backward_queries.cu spill what is looked at once a job, or by the warp that loads; their
 # loops over blocks have no access to local memory.

@@ -14,6 +14,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 FED = ("HGMMA", "UTMALDG")
 SPILL_OUTSIDE = (
@@ -24,6 +25,8 @@ SPILL_OUTSIDE = (
     "attention_backward_fast_kernel",  # of attention's gradients by mma.sync, as attention_mma_kernel
 )
 LOCAL = re.compile(r"\b(LDL|STL)\b")
+# Of a listing's some ten million instructions, those that are looked at; a branch backwards ends a loop.
+LOOKED_AT = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@\S+ +)?(?:HGMMA|UTMALDG|BRA|MEMBAR|LDL|STL)\b[^;\n]*);")
 
 
 def run(tools, *arguments):
@@ -32,11 +35,14 @@ def run(tools, *arguments):
 
 def quick(code, words):
     """Whether a text names a kernel of an object that was made quickly. nvcc puts a file's name into those of its
-    kernels; those of Hopper's objects of one type name the type, 1 bf16, 2 fp16."""
+    kernels; those of Hopper's objects of one type name the type, 1 bf16, 2 fp16, or that of a and then of b, 3 e4m3,
+    4 e5m2."""
     for word in words:
         file, _, group = pathlib.Path(word).name.partition(".")
         kernel = rf"\d_{file}_cu_"
-        if "sm90/" in word and group:
+        if group == "e5m2":
+            kernel += r"\w*4TypeE(3ELS\w{0,2}_)?4E"
+        elif "sm90/" in word and group:
             kernel += rf"\w*4TypeE{1 + int(group) % 2 if file == 'gemm' else group}E"
         if re.search(kernel, code):
             return True
@@ -58,17 +64,22 @@ def spills(text, words):
 
 
 def functions(text):
-    """(name, [(address, instruction)]) of a SASS listing."""
-    name, body = None, []
-    for line in text.splitlines():
-        if found := re.match(r"\s*Function : (\S+)", line):
-            if name:
-                yield name, body
-            name, body = found[1], []
-        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line):
-            body.append((int(found[1], 16), found[2]))
-    if name:
-        yield name, body
+    """(name, [(address, instruction)]) of a SASS listing; of its instructions those that are looked at."""
+    for code in text.split("Function : ")[1:]:
+        name, _, body = code.partition("\n")
+        yield name.strip(), [(int(address, 16), instruction) for address, instruction in LOOKED_AT.findall(body)]
+
+
+def hopper_functions(tools, library, words):
+    """Those of a library's code for sm_90a, an object at a time: objects that were made quickly are half of all code,
+    and none is disassembled."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [tools / "cuobjdump", "--extract-elf", "sm_90a", pathlib.Path(library).resolve()]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        for path in sorted(pathlib.Path(folder).iterdir()):
+            names = b" ".join(re.findall(rb"_ZN\w+", path.read_bytes())).decode()
+            if not quick(names, words):
+                yield from functions(run(tools, "-sass", path))
 
 
 def smallest_loops(body):
@@ -101,17 +112,17 @@ def main(tools, library, *objects):
         if not found:
             problems.append(f"{path}: no kernels found")
     counts, hopper = collections.Counter(), 0
-    for name, body in functions(run(tools, "-sass", "-arch", "sm_90a", library)):
+    for name, body in hopper_functions(tools, library, words):
         fed = collections.Counter(word for _, text in body for word in FED if word in text)
         counts.update(fed)
         if not fed or quick(name, words):
             continue
         hopper += 1
         for begin, end in innermost(smallest_loops(body)):
-            if any(begin <= at <= end and "MEMBAR" in text and ".GPU" in text for at, text in body):
+            inside = [text for at, text in body if begin <= at <= end]
+            if any("MEMBAR" in text and ".GPU" in text for text in inside):
                 problems.append(f"{library}: sm_90a {name}: MEMBAR.GPU in the loop from {begin:#x} to {end:#x}")
-        for begin, end in innermost(smallest_loops(body)):
-            if any(begin <= at <= end and LOCAL.search(text) for at, text in body):
+            if any(map(LOCAL.search, inside)):
                 problems.append(f"{library}: sm_90a {name}: local memory in the loop from {begin:#x} to {end:#x}")
     for word in FED:
         if not counts[word]:

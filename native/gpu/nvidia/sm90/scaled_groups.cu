@@ -15,6 +15,11 @@
 #include "gpu/nvidia/sm90/scaled_groups.h"
 
 namespace pydet {
+
+// Of products with an operand of e5m2, whose kernels are an object of their own (PYDET_SCALED_E5M2).
+template <int rows, bool ahead, uint32_t results>
+pydet_status scaled_groups_e5m2(const char *name, const ScaledGroupedGemm &);
+
 namespace {
 
 // ---- Products ----------------------------------------------------------------------------------------------------
@@ -276,29 +281,6 @@ template <class S> __global__ void __launch_bounds__(S::threads, 1)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-bool b_aligned(const ScaledGroupedGemm &g) {
-  const bool apart =
-      g.groups == 1 || (g.b_stride % kScaledUnit == 0 && g.b_stride > 0 && g.b_stride < int64_t(1) << 38);
-  return aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && (g.k == 0 || apart);
-}
-bool a_aligned(const ScaledGroupedGemm &g) { return aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride); }
-
-bool fits(const ScaledGroupedGemm &g) {
-  return g.groups <= kMostLaunches * kGroupedMostGroups && g.tokens <= kScaledMost && g.n <= kScaledMost &&
-         g.k <= kScaledMost && (divide_up(g.tokens, 64) + g.groups) * divide_up(g.n, 64) <= kScaledMost;
-}
-
-// Says what cannot be read: after this kernel no other is tried.
-pydet_status unreadable(const ScaledGroupedGemm &g) {
-  if (!fits(g))
-    return fail(PYDET_UNSUPPORTED, "scaled_grouped_gemm: more than %d groups, or an extent passes 2^30, on a GPU",
-                kMostLaunches * kGroupedMostGroups);
-  return fail(
-      PYDET_UNSUPPORTED,
-      "scaled_grouped_gemm: the tensor cores do not read %s, want its data and strides in multiples of %d bytes",
-      a_aligned(g) ? "b" : "a", kScaledUnit);
-}
-
 pydet_status make_maps(const char *name, const ScaledGroupedGemm &g, int rows, ScaledGroupsProblem *problem) {
   EncodeTensorMap encode = nullptr;
   if (pydet_status status = find_encoder(name, &encode)) return status;
@@ -358,14 +340,54 @@ template <class S> pydet_status launch_shape(const char *name, const ScaledGroup
   return PYDET_OK;
 }
 
-template <int rows, Way how, uint32_t results = kUnscaledTypes>
-pydet_status launch_types(const char *name, const ScaledGroupedGemm &g) {
+#if PYDET_SCALED_E5M2
+}  // namespace
+
+template <int rows, bool ahead, uint32_t results>
+pydet_status scaled_groups_e5m2(const char *name, const ScaledGroupedGemm &g) {
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
     return with_type<kFp8Types>(g.b.type, [&](auto b) {
       constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
-      return launch_shape<Shape<rows, how, a_type, b_type, results>>(name, g);
+      if constexpr (a_type == Type::e4m3 && b_type == Type::e4m3)
+        return pydet_status(PYDET_OK);  // never: the other object's
+      else
+        return launch_shape<Shape<rows, ahead ? Way::ahead : Way::at_will, a_type, b_type, results>>(name, g);
     });
   });
+}
+template pydet_status scaled_groups_e5m2<128, false, bit(Type::f32)>(const char *, const ScaledGroupedGemm &);
+template pydet_status scaled_groups_e5m2<128, false, kHalfTypes>(const char *, const ScaledGroupedGemm &);
+template pydet_status scaled_groups_e5m2<64, true, kUnscaledTypes>(const char *, const ScaledGroupedGemm &);
+template pydet_status scaled_groups_e5m2<64, false, kUnscaledTypes>(const char *, const ScaledGroupedGemm &);
+#else
+template <int rows, Way how, uint32_t results = kUnscaledTypes>
+pydet_status launch_types(const char *name, const ScaledGroupedGemm &g) {
+  if (g.a.type == Type::e4m3 && g.b.type == Type::e4m3)
+    return launch_shape<Shape<rows, how, Type::e4m3, Type::e4m3, results>>(name, g);
+  return scaled_groups_e5m2<rows, how == Way::ahead, results>(name, g);
+}
+
+bool b_aligned(const ScaledGroupedGemm &g) {
+  const bool apart =
+      g.groups == 1 || (g.b_stride % kScaledUnit == 0 && g.b_stride > 0 && g.b_stride < int64_t(1) << 38);
+  return aligned(g.b, g.k, g.b.row_stride, g.n, g.b.col_stride) && (g.k == 0 || apart);
+}
+bool a_aligned(const ScaledGroupedGemm &g) { return aligned(g.a, g.k, g.a.col_stride, g.m, g.a.row_stride); }
+
+bool fits(const ScaledGroupedGemm &g) {
+  return g.groups <= kMostLaunches * kGroupedMostGroups && g.tokens <= kScaledMost && g.n <= kScaledMost &&
+         g.k <= kScaledMost && (divide_up(g.tokens, 64) + g.groups) * divide_up(g.n, 64) <= kScaledMost;
+}
+
+// Says what cannot be read: after this kernel no other is tried.
+pydet_status unreadable(const ScaledGroupedGemm &g) {
+  if (!fits(g))
+    return fail(PYDET_UNSUPPORTED, "scaled_grouped_gemm: more than %d groups, or an extent passes 2^30, on a GPU",
+                kMostLaunches * kGroupedMostGroups);
+  return fail(
+      PYDET_UNSUPPORTED,
+      "scaled_grouped_gemm: the tensor cores do not read %s, want its data and strides in multiples of %d bytes",
+      a_aligned(g) ? "b" : "a", kScaledUnit);
 }
 
 }  // namespace
@@ -386,5 +408,6 @@ pydet_status scaled_groups_any(const ScaledGroupedGemm &g) {
   if (!scaled_groups_takes(g)) return unreadable(g);
   return launch_types<64, Way::at_will>("cuda_scaled_grouped_gemm_sm90_128x128", g);
 }
+#endif
 
 }  // namespace pydet

@@ -18,6 +18,10 @@
 #include "gpu/nvidia/tensor_map.h"
 
 namespace pydet {
+
+// Of products with an operand of e5m2, whose kernels are an object of their own (PYDET_SCALED_E5M2). index: as Of's.
+template <int index> pydet_status scaled_gemm_sm90_e5m2(const ScaledGemm &);
+
 namespace {
 
 // The scales of one chunk that a thread needs for its two rows of 64, lane / 4 and 8 further on: a[row] is the row's.
@@ -417,15 +421,34 @@ template <int index, int blocks_n = 0> struct Of {
 };
 constexpr Type kE4m3 = Type::e4m3;
 
-bool of_e4m3(const ScaledGemm &g) { return g.a.type == kE4m3 && g.b.type == kE4m3; }
-
-template <class Its, bool stores_f32 = true> pydet_status launch_types(const ScaledGemm &g) {
+#if PYDET_SCALED_E5M2
+template <class Its, bool stores_f32> pydet_status launch_types(const ScaledGemm &g) {
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
     return with_type<kFp8Types>(g.b.type, [&](auto b) {
-      return launch_shape<Shape<Its, decltype(a)::value, decltype(b)::value, stores_f32, true>>(g);
+      constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
+      if constexpr (a_type == kE4m3 && b_type == kE4m3)
+        return pydet_status(PYDET_OK);  // never: the other object's
+      else
+        return launch_shape<Shape<Its, a_type, b_type, stores_f32, true>>(g);
     });
   });
 }
+
+}  // namespace
+
+template <int index> pydet_status scaled_gemm_sm90_e5m2(const ScaledGemm &g) {
+  if constexpr (index < kFp8TileCount)
+    if (g.out.type != Type::f32) return launch_types<Of<index>, false>(g);
+  return launch_types<Of<index>, true>(g);
+}
+template pydet_status scaled_gemm_sm90_e5m2<0>(const ScaledGemm &);
+template pydet_status scaled_gemm_sm90_e5m2<1>(const ScaledGemm &);
+template pydet_status scaled_gemm_sm90_e5m2<2>(const ScaledGemm &);
+template pydet_status scaled_gemm_sm90_e5m2<3>(const ScaledGemm &);
+template pydet_status scaled_gemm_sm90_e5m2<4>(const ScaledGemm &);
+template pydet_status scaled_gemm_sm90_e5m2<kFp8TileCount>(const ScaledGemm &);
+#else
+bool of_e4m3(const ScaledGemm &g) { return g.a.type == kE4m3 && g.b.type == kE4m3; }
 
 // 16 bits of e4m3 alone, of which most products are: without weights where no scale varies along k.
 template <class Its> pydet_status launch_e4m3(const ScaledGemm &g) {
@@ -451,8 +474,8 @@ template <int index> pydet_status scaled_gemm_sm90(const ScaledGemm &g, const Ch
   using Its = Of<index>;
   constexpr Fp8Tile tile = Its::tile;
   if constexpr (tile.types == kFp8Types) {
-    if (g.out.type == Type::f32) return launch_types<Its>(g);
-    if (!of_e4m3(g)) return launch_types<Its, false>(g);
+    if (!of_e4m3(g)) return scaled_gemm_sm90_e5m2<index>(g);
+    if (g.out.type == Type::f32) return launch_shape<Shape<Its, kE4m3, kE4m3, true, true>>(g);
     if constexpr (tile.cluster_n_of_one_row != tile.cluster_n)
       if (worth_wide_clusters<Its>(g)) return launch_e4m3<Of<index, tile.cluster_n_of_one_row>>(g);
     return launch_e4m3<Its>(g);
@@ -480,12 +503,14 @@ static_assert(kFp8TileCount == 11, "each is instantiated");
 
 pydet_status scaled_gemm_sm90_rest(const ScaledGemm &g) {
   if (!readable(g)) return unreadable(g);
-  return launch_types<Of<kFp8TileCount>>(g);
+  return of_e4m3(g) ? launch_shape<Shape<Of<kFp8TileCount>, kE4m3, kE4m3, true, true>>(g)
+                    : scaled_gemm_sm90_e5m2<kFp8TileCount>(g);
 }
 
 Choice scaled_gemm_sm90_choose(const ScaledGemm &g, int tile) {
   if (tile == kAnyVariant) return readable(g) ? Choice(fastest_scaled_tile(g)) : Choice();
   return readable(g) && scaled_tile_takes(g, tile) ? Choice(tile) : Choice();
 }
+#endif
 
 }  // namespace pydet
