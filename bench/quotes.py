@@ -169,7 +169,13 @@ def of_head():
     yield "head, GB", ", ".join(f"{x / 1e3:.1f}" for x in of_loss)
     of_policy = [mb["head, policy", "8192 x 4096 x 128256", name] for name in ("pydet", "stock")]
     yield "head, policy, GB", ", ".join(f"{x / 1e3:.1f}" for x in of_policy)
-    yield "sample", mean_and_worst(faster(summary.problems("h100_sample")))
+    found = summary.problems("h100_sample")
+    yield "sample", mean_and_worst(faster(found))
+    for name, filters in (("none", ""), ("k", ", top_k 50"), ("p", ", top_p 0.9")):
+        its = [p for p in found if p.op == f"sample{filters}"]
+        yield f"sample, FlashInfer, {name}", mean_and_worst(faster(its, peers=["flashinfer"]))
+    its = [p for p in found if "min_p" in p.op]
+    yield "sample, FlashInfer, all", mean_and_worst(faster(its, peers=["flashinfer"]))
     tables = summary.problems("h100_embedding_random")
     for op in ("embedding", "embedding backward", "embedding backward, continued"):
         its = [p for p in tables if p.op == op]
@@ -438,6 +444,8 @@ QUOTES = {
         "| GB of 8192 x 4096 x 128256: at once, with dw in fp32, PyTorch's; a policy's, PyTorch's | {head, GB}; "
         "{head, policy, GB} |",
         "| `sample`, with and without filters, beside `torch.multinomial` after PyTorch's own | {sample} |",
+        "| the same beside FlashInfer's sampler: no filter, top_k, **top_p**, all three | {sample, FlashInfer, none}, "
+        "{sample, FlashInfer, k}, {sample, FlashInfer, p}, {sample, FlashInfer, all} |",
         "| rows of tables; **their gradients; the same continued** beside `index_add_`, whose atomics have no order | "
         "{embedding}; {embedding backward}; {embedding backward, continued} |",
         "| gradients of tables by many tokens (tokens, columns, rows) | PyTorch's atomics | "
