@@ -496,7 +496,9 @@ QUOTES = {
         "decoded tokens {moe, a graph} times as fast with the same tokens on both ranks (pydet on one: {moe, one GPU})",
         "read {moe, read} with the tokens shared out (stock's all-to-all {moe, stock read}, pydet on one "
         "{moe, read on one})",
-        "**A step of training has {moe, step}** (stock's all-to-all {moe, stock step}), and on one {moe, step on one}",
+        "takes on one GPU {moe, step on one} with gradients as PyTorch keeps them, {moe, main_grad on one} with fp32 sums",
+        "over two it takes {moe, step}** (stock's all-to-all {moe, stock step}): fp32 sums",
+        "with the bits of two: {moe, segments on one}.",
         "batches of 1, 3, 64 | {2 ranks, PyTorch: log-probabilities} of 6243 | {2 ranks, pydet: log-probabilities} |",
         "not those of the batch of 64 | {2 ranks, PyTorch: sequences} | {2 ranks, pydet: sequences} |",
         "| tokens a second, batches of 1, 3, 64 | {2 ranks, PyTorch: tokens a second} | "
