@@ -496,7 +496,8 @@ QUOTES = {
         "decoded tokens {moe, a graph} times as fast with the same tokens on both ranks (pydet on one: {moe, one GPU})",
         "read {moe, read} with the tokens shared out (stock's all-to-all {moe, stock read}, pydet on one "
         "{moe, read on one})",
-        "takes on one GPU {moe, step on one} with gradients as PyTorch keeps them, {moe, main_grad on one} with fp32 sums",
+        "takes on one GPU {moe, step on one} with gradients as PyTorch keeps them, {moe, main_grad on one} with fp32 "
+        "sums",
         "over two it takes {moe, step}** (stock's all-to-all {moe, stock step}): fp32 sums",
         "with the bits of two: {moe, segments on one}.",
         "batches of 1, 3, 64 | {2 ranks, PyTorch: log-probabilities} of 6243 | {2 ranks, pydet: log-probabilities} |",

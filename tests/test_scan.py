@@ -115,9 +115,9 @@ def check_selective_scan(functions, dtype, cases=SCANS):
         same(functions.selective_scan(*given, **own), reference.selective_scan(*given, **own), sizes)
 
 
-def check_wide(functions, name, dtype, numbers=range(len(WIDE))):
-    """Against the CPU's kernels."""
-    for number in numbers:
+def check_wide(functions, name, dtype, numbers=None):
+    """Against the CPU's kernels: those of these numbers, or all."""
+    for number in range(len(WIDE)) if numbers is None else numbers:
         sizes = WIDE[number]
         batch, _, heads, width, _, states = sizes
         kind = "specials" if number in (2, 4) else "normal"
