@@ -141,9 +141,10 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(jnp.bfloat16)], ids=str)
 @pytest.mark.parametrize("options", LOSSES, ids=str)
-def test_losses_beside_torch(torch, device, dtype, options):
+def test_losses_beside_torch(torch, device, options):
+    """By turns of either type: those of the test below, to the bit, are of both."""
+    dtype = np.dtype((np.float32, jnp.bfloat16)[LOSSES.index(options) % 2])
     leaves, index, dy = sharp(50, 70, 24, dtype, 2.0)
     given = [dy if options.get("reduction") == "none" else np.float32(0.3)]
     made = beside(torch, device, "linear_cross_entropy", leaves, index, given, [cut(16, dtype, options)], **options)

@@ -31,6 +31,7 @@ SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "sliding_window": 5},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "is_decoder": True},
+    **{"mamba_chunk_size": 16},  # of 256, to which 12 tokens are padded
 }
 EXPERTS = {
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2},
