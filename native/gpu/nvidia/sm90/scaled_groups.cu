@@ -350,8 +350,7 @@ pydet_status scaled_groups_e5m2(const char *name, const ScaledGroupedGemm &g) {
       constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
       if constexpr (a_type == Type::e4m3 && b_type == Type::e4m3)
         return pydet_status(PYDET_OK);  // never: the other object's
-      else
-        return launch_shape<Shape<rows, ahead ? Way::ahead : Way::at_will, a_type, b_type, results>>(name, g);
+      else return launch_shape<Shape<rows, ahead ? Way::ahead : Way::at_will, a_type, b_type, results>>(name, g);
     });
   });
 }
@@ -364,7 +363,8 @@ template <int rows, Way how, uint32_t results = kUnscaledTypes>
 pydet_status launch_types(const char *name, const ScaledGroupedGemm &g) {
   if (g.a.type == Type::e4m3 && g.b.type == Type::e4m3)
     return launch_shape<Shape<rows, how, Type::e4m3, Type::e4m3, results>>(name, g);
-  return scaled_groups_e5m2<rows, how == Way::ahead, results>(name, g);
+  constexpr bool ahead = how == Way::ahead;
+  return scaled_groups_e5m2<rows, ahead, results>(name, g);
 }
 
 bool b_aligned(const ScaledGroupedGemm &g) {

@@ -426,10 +426,8 @@ template <class Its, bool stores_f32> pydet_status launch_types(const ScaledGemm
   return with_type<kFp8Types>(g.a.type, [&](auto a) {
     return with_type<kFp8Types>(g.b.type, [&](auto b) {
       constexpr Type a_type = decltype(a)::value, b_type = decltype(b)::value;
-      if constexpr (a_type == kE4m3 && b_type == kE4m3)
-        return pydet_status(PYDET_OK);  // never: the other object's
-      else
-        return launch_shape<Shape<Its, a_type, b_type, stores_f32, true>>(g);
+      if constexpr (a_type == kE4m3 && b_type == kE4m3) return pydet_status(PYDET_OK);  // never: the other object's
+      else return launch_shape<Shape<Its, a_type, b_type, stores_f32, true>>(g);
     });
   });
 }
