@@ -57,6 +57,15 @@ def pytest_runtest_protocol(item, nextitem):
         account(processor_seconds() - before, item.nodeid)
 
 
+def pytest_sessionfinish(session):
+    """Ranks are children of a server of forks, whose time is this process's once that has ended."""
+    server = sys.modules.get("multiprocessing.forkserver")
+    if ACCOUNT and server:
+        before = processor_seconds()
+        server._forkserver._stop()
+        account(processor_seconds() - before, "ranks, of all tests")
+
+
 FAILURES = os.environ.get("PYDET_FAILURES")  # a file that gets each failure as it comes, for runs that are cut short
 
 
