@@ -14,7 +14,7 @@ import torch
 from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown
 from pydet.ops import Arithmetic
-from pydet.torch import alibi, checking, code, experts, experts_fp8, jetmoe, scans
+from pydet.torch import alibi, checking, code, experts, experts_fp8, jetmoe, llama4, scans
 from pydet.torch.checking import Check
 from pydet.torch.convolutions import Convolution, convolution_class
 from pydet.torch.experts_fp8 import Fp8Experts
@@ -42,13 +42,17 @@ _BY_NAME: dict[tuple[str, str], type] = {
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): OffsetLayerNorm,
 }
 _JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
+_LLAMA4 = "transformers.models.llama4.modeling_llama4"
 _AHEAD: dict[tuple[str, str], tuple[type, tuple[str, ...]]] = {  # likewise, ahead of its class; what it sums by
     ("transformers.models.mpt.modeling_mpt", "MptAttention"): (alibi.MptAttention, ("arithmetic",)),
     (_JETMOE, "JetMoeParallelExperts"): (jetmoe.ParallelExperts, ("arithmetic", "k_chunk")),
     (_JETMOE, "JetMoeTopKGating"): (jetmoe.TopKGating, ()),
     (_JETMOE, "JetMoeMoE"): (jetmoe.MixtureOfLayers, ()),
     (_JETMOE, "JetMoeMoA"): (jetmoe.MixtureOfAttention, ()),
+    (_LLAMA4, "Llama4TextExperts"): (llama4.Experts, ("arithmetic", "k_chunk")),
+    (_LLAMA4, "Llama4TextMoe"): (llama4.Mixture, ()),
 }
+_ROUTERS = {(_LLAMA4, "Llama4Router")}  # beside experts that do not ask which code is to compute them
 
 
 @dataclass
@@ -195,8 +199,8 @@ def _becomes(
         if in_fp8:
             return "its matrices are fp8, with scales; convert(model, fp8=True)"
     own_kinds = Linear | Fp8Linear | Conv1D | RMSNorm | LayerNorm | Activation | experts.Router | Rotary | scans.Scan
-    own_kinds |= Convolution | jetmoe.ParallelExperts
-    if isinstance(module, alibi.MptAttention | jetmoe.Mixture | jetmoe.TopKGating):
+    own_kinds |= Convolution | jetmoe.ParallelExperts | llama4.Experts
+    if isinstance(module, alibi.MptAttention | jetmoe.Mixture | jetmoe.TopKGating | llama4.Mixture):
         return None
     if isinstance(module, own_kinds) or experts.of_pydet(module):
         return _another_sum(module, arithmetic, k_chunk)
@@ -205,6 +209,7 @@ def _becomes(
     how = {"arithmetic": arithmetic, "k_chunk": k_chunk}
     if experts.is_experts(module):
         return _obstacle(module) or (kind, how)
+    is_router = is_router or (kind.__module__, kind.__name__) in _ROUTERS
     if is_router and kind.forward is not torch.nn.Linear.forward:
         return _obstacle(module) or experts.why_no_router(module) or (experts.router_class(kind), how)
     ours = Linear if kind is torch.nn.Linear else _BY_NAME.get((kind.__module__, kind.__name__))

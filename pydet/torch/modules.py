@@ -16,7 +16,7 @@ from pydet._native import INVALID_VALUE, UNSUPPORTED, fail
 from pydet.hooks import unknown as known
 from pydet.ops import Arithmetic
 from pydet.ops.activation import Kind
-from pydet.torch import code, functions, jetmoe, scans, shared
+from pydet.torch import code, functions, jetmoe, llama4, scans, shared
 from pydet.torch.accumulate import (
     AccumulatingConv1D,
     AccumulatingEmbedding,
@@ -364,7 +364,7 @@ def _with_sums(module: Any) -> list[str] | None:
         names = ["weight", "bias"]
     elif shared.names_of(module):
         names = list(shared.names_of(module))
-    elif of_pydet(module):
+    elif of_pydet(module) or isinstance(module, llama4.Experts):
         names = [f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
     else:
         return None

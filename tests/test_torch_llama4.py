@@ -1,0 +1,174 @@
+"""Llama 4's mixtures of experts on pydet's: right, a token's own, and one batch where micro-batches come."""
+
+import copy
+import functools
+import os
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
+
+import pydet  # noqa: E402
+import pydet.torch as pt  # noqa: E402
+from pydet.torch import experts, llama4  # noqa: E402
+from pydet.torch.stock import as_stock  # noqa: E402
+from torch_bits import differ, give_attention, normal, same  # noqa: E402
+
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "intermediate_size_mlp": 48, "head_dim": 8},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5},
+    **{"max_position_embeddings": 512, "pad_token_id": 0},
+}
+
+
+@pytest.fixture(params=[1, 2], ids=lambda k: f"{k} of 5 experts")
+def made(transformers, request):
+    """A model of a type, not converted."""
+
+    def make(dtype=torch.float32, **more):
+        torch.manual_seed(0)
+        config = transformers.Llama4TextConfig(**SIZES, num_experts_per_tok=request.param, **more)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.set_attn_implementation("pydet")
+        return model.to(dtype)
+
+    return make
+
+
+def ids(rows=3, tokens=12):
+    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, tokens):
+    with pt.override_aten():
+        return (model(tokens, use_cache=False).logits.float() ** 3).sum()
+
+
+def mixtures(model):
+    return [x for x in model.modules() if isinstance(x, llama4.Mixture)]
+
+
+def test_logits_and_gradients_are_right(made):
+    model, want = made(), made()
+    report = pt.convert(model)
+    assert len(mixtures(model)) == 2 and not [x for x in report.left if "feed_forward" in x], report
+    for x in mixtures(model):
+        assert isinstance(x.experts, llama4.Experts) and isinstance(x.router, experts.Router)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
+        give_attention(want, "eager")
+        with as_stock(model):
+            same(model(ids()).logits, want(ids()).logits)
+    loss_of(model, ids()).backward()
+    loss_of(want, ids()).backward()
+    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3 * float(q.grad.abs().max()), msg=name)
+
+
+def test_a_token_goes_to_its_own_experts_alone(made):
+    """Where all others have no number for it, which in Transformers' code are NaNs times zero."""
+    model = made()
+    pt.convert(model)
+    mixture, x = mixtures(model)[0], normal(9, 32)
+    with torch.no_grad():
+        want, logits = mixture(x)
+        chosen = logits.topk(mixture.top_k).indices
+        for i, own in enumerate(chosen):
+            others = [e for e in range(5) if e not in own]
+            kept = mixture.experts.down_proj[others]
+            mixture.experts.down_proj[others] = float("nan")
+            same(mixture(x[i : i + 1])[0], want[i : i + 1])
+            mixture.experts.down_proj[others] = kept
+
+
+def test_experts_called_as_transformers_calls_them(made):
+    model, want = made(), made()
+    pt.convert(model)
+    theirs = want.model.layers[0].feed_forward.experts
+    for rows in (0, 1, 7):
+        x = normal(5 * rows, 32)
+        with torch.no_grad():
+            torch.testing.assert_close(mixtures(model)[0].experts(x), theirs(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_micro_batches_are_one_batch(made, dtype):
+    model = made(dtype)
+    pt.convert(model)
+    found = pt.accumulate_gradients(model)
+    assert not found.outside and len(found) == len(list(model.parameters()))
+
+    def sums(cut):
+        for p in found:
+            p.main_grad.zero_()
+        for part in ids(tokens=pydet.DWEIGHT_ROWS).split(cut):
+            loss_of(model, part).backward()
+        return [p.main_grad.clone() for p in found]
+
+    whole = sums(3)
+    assert all(x.any() for x in whole) and not found.summed
+    for cut in (1, [1, 2]):
+        for got, want in zip(sums(cut), whole, strict=True):
+            same(got, want)
+    for module in model.modules():
+        module.accumulates = False
+    loss_of(model, ids(tokens=pydet.DWEIGHT_ROWS)).backward()
+    close = 1e-4 if dtype == torch.float32 else 0.1
+    for p, got in zip(found, whole, strict=True):
+        torch.testing.assert_close(got, p.grad.float(), rtol=close, atol=close * float(p.grad.abs().max()))
+
+
+def test_copies_accumulate_and_compute_the_same(made):
+    model = made()
+    pt.convert(model)
+    pt.accumulate_gradients(model)
+    loss_of(model, ids()).backward()
+    with torch.no_grad():
+        want = model(ids()).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for p in other.parameters():
+            p.main_grad = None
+        loss_of(other, ids()).backward()
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.main_grad, q.main_grad), name
+        with torch.no_grad():
+            same(other(ids()).logits, want)
+
+
+@pytest.mark.parametrize("left", ["feed_forward", "feed_forward.router", "feed_forward.experts"])
+def test_beside_a_module_that_stayed_as_it_was(made, left):
+    """As one whose forward somebody replaced before."""
+    model, want = made(), made()
+    for layer in model.model.layers:
+        module = layer.get_submodule(left)
+        module.forward = functools.partial(type(module).forward, module)
+    report = pt.convert(model)
+    assert [name for name in report.left if name.endswith(left)]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_how_its_matrices_sum_is_asked_for(made):
+    model, others = made(), made()
+    pt.convert(model, k_chunk=16)
+    pt.convert(others)
+    assert not [x for x in pt.convert(model).left if "feed_forward" in x]
+    assert [x for x in pt.convert(others, k_chunk=16).left if "feed_forward" in x]
+    x = normal(7, 32)
+    with torch.no_grad():
+        first, second = (mixtures(m)[0](x)[0] for m in (model, others))
+    differ(first, second)
+
+
+def test_no_tokens(made):
+    model = made()
+    pt.convert(model)
+    pt.accumulate_gradients(model)
+    x = normal(0, 32).requires_grad_()
+    y, logits = mixtures(model)[0](x)
+    assert y.shape == (0, 32) and logits.shape == (0, 5)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and not mixtures(model)[0].experts.down_proj.main_grad.any()
