@@ -120,7 +120,18 @@ FAMILIES = [
     "swin",
 ]
 OF_T5 = ("t5", "mt5", "umt5", "switch_transformers")
-OF_BART = ("bart", "mbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "mvp", "plbart", "m2m_100", "whisper")
+OF_BART = (
+    "bart",
+    "mbart",
+    "marian",
+    "pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "mvp",
+    "plbart",
+    "m2m_100",
+    "whisper",
+)
 OF_BERT = (
     *("bert", "roberta", "electra", "xlm-roberta", "camembert", "data2vec-text", "big_bird", "ernie", "rembert"),
     *("megatron-bert", "roberta-prelayernorm", "roformer"),

@@ -783,6 +783,18 @@ def test_without_the_order_of_sequences_it_differs(monkeypatch):
         is_summed_sequence_after_sequence(Positions(), {"ids": torch.randint(0, 9, (3, 32))}, ["places.weight"])
 
 
+def test_rows_that_take_the_shape_of_a_batch():
+    """`expand_as`, as GPT-NeoX-Japanese's bias behind attention: of the other its shape alone counts, not its gradient."""
+
+    class LikeIt(Positions):
+        def forward(self, ids):
+            x = self.tokens(ids)
+            return self.out(x + self.places(torch.arange(ids.shape[1])).expand_as(x))
+
+    found, _ = is_summed_sequence_after_sequence(LikeIt(), {"ids": torch.randint(0, 9, (3, 32))}, ["places.weight"])
+    assert not found.summed
+
+
 def test_one_use_by_several_layers_is_one_sum():
     """T5 hands one bias from layer to layer: a sequence's shares of it are added before those of the next."""
 

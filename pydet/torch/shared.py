@@ -111,6 +111,8 @@ class Shared(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "expand_as" and len(args) == 2:  # of the other its shape alone
+            name, func, args = "expand", torch.Tensor.expand, (args[0], *args[1].shape)
         with torch._C.DisableTorchFunctionSubclass():
             if (at := _the_only_one(name, args, kwargs)) is not None:
                 return _made(func, name, at, args, kwargs)
@@ -366,6 +368,7 @@ _OWN = {
     ("diffllama", "DiffLlamaAttention"): ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
     ("doge", "DogeDecoderLayer"): ("input_residual", "post_attention_residual"),
     ("doge", "DogeAttention"): ("A",),
+    ("gpt_neox_japanese", "GPTNeoXJapaneseAttention"): ("dense_bias",),
     ("jetmoe", "JetMoeMoA"): ("bias",),
     ("jetmoe", "JetMoeMoE"): ("bias",),
     ("swin", "SwinRelativePositionBias"): ("relative_position_bias_table",),
