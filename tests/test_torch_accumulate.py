@@ -784,7 +784,7 @@ def test_without_the_order_of_sequences_it_differs(monkeypatch):
 
 
 def test_rows_that_take_the_shape_of_a_batch():
-    """`expand_as`, as GPT-NeoX-Japanese's bias behind attention: of the other its shape alone counts, not its gradient."""
+    """`expand_as`, as of GPT-NeoX-Japanese's bias behind attention: the shape of the other alone counts."""
 
     class LikeIt(Positions):
         def forward(self, ids):
