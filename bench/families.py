@@ -499,9 +499,9 @@ def page(rows: list[list[str]]) -> str:
         f"{versions}: {ran} families ran; of {len(cells)} cells {counted['0']} are 0,\n"
         f"{counted['refused']} refused, and {other} have elements that differ.\n\n"
         "Not in the table, since some of their cells differ: MiniMax, Qwen4-Exp, Bailing's hybrid, RWKV, xLSTM and\n"
-        "RecurrentGemma, whose scans stay PyTorch's; the experts of Inkling, in training; RoFormer, TrOCR and BigBird-Pegasus,\n"
-        "whose positions count padding; CPM-Ant and Dory, whose decoding is another function than their prefill in stock\n"
-        "Transformers too.\n\n" + table(rows)
+        "RecurrentGemma, whose scans stay PyTorch's; the experts of Inkling, in training; RoFormer, TrOCR and\n"
+        "BigBird-Pegasus, whose positions count padding; CPM-Ant and Dory, whose decoding is another function than their\n"
+        "prefill in stock Transformers too.\n\n" + table(rows)
     )
 
 
