@@ -500,8 +500,8 @@ def page(rows: list[list[str]]) -> str:
         f"{counted['refused']} refused, and {other} have elements that differ.\n\n"
         "Not in the table, since some of their cells differ: MiniMax, Qwen4-Exp, Bailing's hybrid, RWKV, xLSTM and\n"
         "RecurrentGemma, whose scans stay PyTorch's; the experts of Inkling, in training; RoFormer, TrOCR and\n"
-        "BigBird-Pegasus, whose positions count padding; CPM-Ant and Dory, whose decoding is another function than their\n"
-        "prefill in stock Transformers too.\n\n" + table(rows)
+        "BigBird-Pegasus, whose positions count padding; CPM-Ant and Dory, whose decoding is another function than\n"
+        "their prefill in stock Transformers too.\n\n" + table(rows)
     )
 
 

@@ -1,19 +1,17 @@
 """JetMoe's mixtures of experts on pydet's: right, a token's own, and one batch where micro-batches come."""
 
-import copy
 import functools
 import os
-import pickle
 
 import pytest
 
 torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
 
-import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+import torch_mixtures  # noqa: E402
 from pydet.torch import jetmoe  # noqa: E402
-from pydet.torch.stock import as_stock  # noqa: E402
-from torch_bits import differ, give_attention, normal, same  # noqa: E402
+from torch_bits import differ, normal, same  # noqa: E402
+from torch_mixtures import ids  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "kv_channels": 8},
@@ -36,73 +34,24 @@ def made(transformers):
     return make
 
 
-def loss_of(model, ids):
-    with pt.override_aten():
-        return (model(ids, use_cache=False).logits.float() ** 3).sum()
-
-
-def ids(rows=3, tokens=12):
-    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
-
-
 def test_logits_and_gradients_are_right(made):
     model, want = made(), made()
     report = pt.convert(model)
     assert not report.left and not report.attention, report
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
-        give_attention(want, "eager")
-        with as_stock(model):
-            same(model(ids()).logits, want(ids()).logits)
-    loss_of(model, ids()).backward()
-    loss_of(want, ids()).backward()
-    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3 * float(q.grad.abs().max()), msg=name)
+    torch_mixtures.logits_and_gradients_are_right(model, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_micro_batches_are_one_batch(made, dtype):
     model = made(dtype)
     pt.convert(model)
-    found = pt.accumulate_gradients(model)
-    assert not found.outside and len(found) == len(list(model.parameters()))
-
-    def sums(cut):
-        for p in found:
-            p.main_grad.zero_()
-        for part in ids(tokens=pydet.DWEIGHT_ROWS).split(cut):
-            loss_of(model, part).backward()
-        return [p.main_grad.clone() for p in found]
-
-    whole = sums(3)
-    assert all(x.any() for x in whole) and not found.summed
-    for cut in (1, [1, 2], [2, 1]):
-        for got, want in zip(sums(cut), whole, strict=True):
-            same(got, want)
-    model.zero_grad()
-    for module in model.modules():
-        module.accumulates = False
-    loss_of(model, ids(tokens=pydet.DWEIGHT_ROWS)).backward()
-    close = 1e-4 if dtype == torch.float32 else 0.1
-    for p, got in zip(found, whole, strict=True):
-        torch.testing.assert_close(got, p.grad.float(), rtol=close, atol=close * float(p.grad.abs().max()))
+    torch_mixtures.micro_batches_are_one_batch(model, (1, [1, 2], [2, 1]))
 
 
 def test_copies_accumulate_and_compute_the_same(made):
     model = made()
     pt.convert(model)
-    pt.accumulate_gradients(model)
-    loss_of(model, ids()).backward()
-    with torch.no_grad():
-        want = model(ids()).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for p in other.parameters():
-            p.main_grad = None
-        loss_of(other, ids()).backward()
-        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.main_grad, q.main_grad), name
-        with torch.no_grad():
-            same(other(ids()).logits, want)
+    torch_mixtures.copies_accumulate_and_compute_the_same(model)
 
 
 PARTS = ["mlp", "mlp.router", "mlp.input_linear", "self_attention.experts", "self_attention.experts.output_linear"]

@@ -1,19 +1,17 @@
 """Llama 4's mixtures of experts on pydet's: right, a token's own, and one batch where micro-batches come."""
 
-import copy
 import functools
 import os
-import pickle
 
 import pytest
 
 torch = pytest.importorskip("torch") if "torch" not in os.environ.get("PYDET_TEST_EXTRAS", "") else __import__("torch")
 
-import pydet  # noqa: E402
 import pydet.torch as pt  # noqa: E402
+import torch_mixtures  # noqa: E402
 from pydet.torch import experts, llama4  # noqa: E402
-from pydet.torch.stock import as_stock  # noqa: E402
-from torch_bits import differ, give_attention, normal, same  # noqa: E402
+from torch_bits import differ, normal, same  # noqa: E402
+from torch_mixtures import ids  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "intermediate_size_mlp": 48, "head_dim": 8},
@@ -38,15 +36,6 @@ def made(transformers, request):
     return make
 
 
-def ids(rows=3, tokens=12):
-    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(model, tokens):
-    with pt.override_aten():
-        return (model(tokens, use_cache=False).logits.float() ** 3).sum()
-
-
 def mixtures(model):
     return [x for x in model.modules() if isinstance(x, llama4.Mixture)]
 
@@ -57,15 +46,7 @@ def test_logits_and_gradients_are_right(made):
     assert len(mixtures(model)) == 2 and not [x for x in report.left if "feed_forward" in x], report
     for x in mixtures(model):
         assert isinstance(x.experts, llama4.Experts) and isinstance(x.router, experts.Router)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
-        give_attention(want, "eager")
-        with as_stock(model):
-            same(model(ids()).logits, want(ids()).logits)
-    loss_of(model, ids()).backward()
-    loss_of(want, ids()).backward()
-    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3 * float(q.grad.abs().max()), msg=name)
+    torch_mixtures.logits_and_gradients_are_right(model, want)
 
 
 def test_a_token_goes_to_its_own_experts_alone(made):
@@ -98,44 +79,13 @@ def test_experts_called_as_transformers_calls_them(made):
 def test_micro_batches_are_one_batch(made, dtype):
     model = made(dtype)
     pt.convert(model)
-    found = pt.accumulate_gradients(model)
-    assert not found.outside and len(found) == len(list(model.parameters()))
-
-    def sums(cut):
-        for p in found:
-            p.main_grad.zero_()
-        for part in ids(tokens=pydet.DWEIGHT_ROWS).split(cut):
-            loss_of(model, part).backward()
-        return [p.main_grad.clone() for p in found]
-
-    whole = sums(3)
-    assert all(x.any() for x in whole) and not found.summed
-    for cut in (1, [1, 2]):
-        for got, want in zip(sums(cut), whole, strict=True):
-            same(got, want)
-    for module in model.modules():
-        module.accumulates = False
-    loss_of(model, ids(tokens=pydet.DWEIGHT_ROWS)).backward()
-    close = 1e-4 if dtype == torch.float32 else 0.1
-    for p, got in zip(found, whole, strict=True):
-        torch.testing.assert_close(got, p.grad.float(), rtol=close, atol=close * float(p.grad.abs().max()))
+    torch_mixtures.micro_batches_are_one_batch(model, (1, [1, 2]))
 
 
 def test_copies_accumulate_and_compute_the_same(made):
     model = made()
     pt.convert(model)
-    pt.accumulate_gradients(model)
-    loss_of(model, ids()).backward()
-    with torch.no_grad():
-        want = model(ids()).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for p in other.parameters():
-            p.main_grad = None
-        loss_of(other, ids()).backward()
-        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.main_grad, q.main_grad), name
-        with torch.no_grad():
-            same(other(ids()).logits, want)
+    torch_mixtures.copies_accumulate_and_compute_the_same(model)
 
 
 @pytest.mark.parametrize("left", ["feed_forward", "feed_forward.router", "feed_forward.experts"])
