@@ -233,7 +233,9 @@ def _training(run, of, layers, x, angles):
         y.backward(dy[rows])
         return y.detach(), given.grad
 
-    def stock(layer, shared):
+    def in_grad(layer, shared):
+        """In one batch, gradients as PyTorch keeps them."""
+
         def step(i):
             layer.zero_grad(set_to_none=True)
             passes(layer, mine if shared else slice(None))
@@ -274,7 +276,7 @@ def _training(run, of, layers, x, angles):
         return step
 
     for name, kind in (
-        *(("stock, one GPU", stock), ("stock, all-to-all", stock), ("pydet, one GPU", stock)),
+        *(("stock, one GPU", in_grad), ("stock, all-to-all", in_grad), ("pydet, one GPU", in_grad)),
         *(("pydet, one GPU, main_grad", continued), ("pydet, one GPU, segments in order", ours)),
         ("pydet, tokens shared out", ours),
     ):

@@ -1,6 +1,5 @@
 """JetMoe's mixtures of experts on pydet's: right, a token's own, and one batch where micro-batches come."""
 
-import functools
 import os
 
 import pytest
@@ -11,7 +10,6 @@ import pydet.torch as pt  # noqa: E402
 import torch_mixtures  # noqa: E402
 from pydet.torch import jetmoe  # noqa: E402
 from torch_bits import differ, normal, same  # noqa: E402
-from torch_mixtures import ids  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "kv_channels": 8},
@@ -24,12 +22,7 @@ def made(transformers):
     """A model of a type, not converted."""
 
     def make(dtype=torch.float32):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(transformers.JetMoeConfig(**SIZES)).eval()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        model.set_attn_implementation("pydet")
-        return model.to(dtype)
+        return torch_mixtures.made_of(transformers, transformers.JetMoeConfig(**SIZES), dtype)
 
     return make
 
@@ -59,17 +52,8 @@ PARTS = ["mlp", "mlp.router", "mlp.input_linear", "self_attention.experts", "sel
 
 @pytest.mark.parametrize("left", PARTS)
 def test_beside_a_module_that_stayed_as_it_was(made, left):
-    """As one whose forward somebody replaced before."""
-    model, want = made(), made()
-    for layer in model.model.layers:
-        module = layer.get_submodule(left)
-        module.forward = functools.partial(type(module).forward, module)
-    report = pt.convert(model)
-    assert [name for name in report.left if name.endswith(left)] and not isinstance(
-        module, jetmoe.Mixture | jetmoe.TopKGating | jetmoe.ParallelExperts
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
+    module = torch_mixtures.beside_a_module_that_stayed_as_it_was(made(), made(), left)
+    assert not isinstance(module, jetmoe.Mixture | jetmoe.TopKGating | jetmoe.ParallelExperts)
 
 
 def test_how_its_matrices_sum_is_asked_for(made):

@@ -1,6 +1,7 @@
 """What tests of mixtures of experts ask of a model whose own code computed them, before and after convert()."""
 
 import copy
+import functools
 import pickle
 
 import torch
@@ -9,6 +10,16 @@ import pydet
 import pydet.torch as pt
 from pydet.torch.stock import as_stock
 from torch_bits import give_attention, same
+
+
+def made_of(transformers, config, dtype):
+    """A model, not converted, whose attention is pydet's."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.set_attn_implementation("pydet")
+    return model.to(dtype)
 
 
 def ids(rows=3, tokens=12):
@@ -72,3 +83,15 @@ def copies_accumulate_and_compute_the_same(model):
             assert torch.equal(p.main_grad, q.main_grad), name
         with torch.no_grad():
             same(other(ids()).logits, want)
+
+
+def beside_a_module_that_stayed_as_it_was(model, want, left):
+    """As one whose forward somebody replaced before: that of this name in every layer, which is returned."""
+    for layer in model.model.layers:
+        module = layer.get_submodule(left)
+        module.forward = functools.partial(type(module).forward, module)
+    report = pt.convert(model)
+    assert [name for name in report.left if name.endswith(left)]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, want(ids()).logits, rtol=1e-4, atol=1e-4)
+    return module

@@ -82,6 +82,12 @@ def fold(parameter: Any, part: Part) -> None:
         parameter.main_grad_parts.fold(main_grad(parameter))
 
 
+def _backward_pass() -> int:
+    """The number of the one that runs; -1 where PyTorch does not say."""
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if ask is None else int(ask())
+
+
 class Tally:
     """How a sum comes about, as far as micro-batches have not the bits of one batch: what the report counts."""
 
@@ -99,8 +105,7 @@ class Tally:
     def add(self, total: Any, rows: int, step: int) -> None:
         if self.total() is not total or self.version != total._version:  # it was zeroed
             self.total, self.version, self.rows = weakref.ref(total), total._version, 0
-        ask = getattr(torch._C, "_current_graph_task_id", None)
-        number = -1 if ask is None else int(ask())
+        number = _backward_pass()
         if number >= 0 and number == self.backward_pass:
             self.repeated[self.name] += 1
         if self.rows % step and rows:
@@ -434,8 +439,7 @@ def _written(parameter: Any) -> tuple[int, int]:
 def _begin_pass(parameter: Any) -> None:
     """The sum over segments has an order where a backward pass adds one segment of each rank, once. The passes since
     main_grad was zeroed, or OrderedMainGrads.add(), are counted."""
-    ask = getattr(torch._C, "_current_graph_task_id", None)
-    number = -1 if ask is None else int(ask())
+    number = _backward_pass()
     if number >= 0 and getattr(parameter, "pydet_pass", -1) == number:
         fail(
             UNSUPPORTED,

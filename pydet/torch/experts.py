@@ -42,15 +42,20 @@ class Routing(NamedTuple):
     ends: Tensor
 
 
+def inverse_of(order: Tensor) -> Tensor:
+    """Where each row is now."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
+    return places
+
+
 def route(index: Tensor, experts: int) -> Routing:
     """Of an expert's tokens the earlier come first. What is of no expert here (in expert parallelism) comes last."""
     # A GPU sorts by eight bits of a number at a time: of 64 bits it takes four times as long.
     short = torch.int16 if experts < 2**15 else torch.int64
     ids, order = torch.sort(index.reshape(-1).clamp(-1, experts).to(short), stable=True)
     numbers = torch.arange(experts, dtype=ids.dtype, device=ids.device)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
-    return Routing(order, inverse, torch.searchsorted(ids, numbers, right=True, out_int32=True))
+    return Routing(order, inverse_of(order), torch.searchsorted(ids, numbers, right=True, out_int32=True))
 
 
 class ToExperts(torch.autograd.Function):
@@ -97,6 +102,18 @@ def sum_of_slots(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.ops.pydet.gemm(weights.to(common)[:, None], rows, None, dtype, "ieee")[:, 0]
 
 
+def product(
+    module: Any, rows: Tensor, w: Tensor, bias: Tensor | None, ends: Tensor, transposed: bool, *how: Any
+) -> Tensor:
+    """Of rows that lie by experts, by matrices ``[E, N, K]``, or transposed ``[E, K, N]``, of a module, which may add
+    their gradient to sums. how: arithmetic and k_chunk."""
+    rows = rows.to(w.dtype)
+    if getattr(module, "accumulates", False) and torch.is_grad_enabled():
+        y: Tensor = AccumulatingExperts.apply(rows, w, bias, ends, transposed, *how)
+        return y
+    return torch.ops.pydet.grouped_gemm(rows, w if transposed else w.mT, ends, bias, None, *how)
+
+
 # ---- Experts of Transformers -----------------------------------------------------------------------------------------
 
 
@@ -133,19 +150,14 @@ def _forward(
         y: Tensor = shares.forward(module, how, hidden_states, top_k_index, top_k_weights)
         return y
     routing = route(top_k_index, module.num_experts)
-    accumulates = getattr(module, "accumulates", False) and torch.is_grad_enabled()
 
-    def product(rows: Tensor, name: str) -> Tensor:
+    def by_name(rows: Tensor, name: str) -> Tensor:
         if isinstance(module, Fp8Experts):
             return module.product(rows, name, routing.ends)
         w, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
-        rows = rows.to(w.dtype)
-        if accumulates:
-            return AccumulatingExperts.apply(rows, w, bias, routing.ends, module.is_transposed, *how)
-        matrices = w if module.is_transposed else w.mT
-        return torch.ops.pydet.grouped_gemm(rows, matrices, routing.ends, bias, None, *how)
+        return product(module, rows, w, bias, routing.ends, module.is_transposed, *how)
 
-    rows = layers_of(module, ToExperts.apply(hidden_states, routing.order, routing.inverse), product)
+    rows = layers_of(module, ToExperts.apply(hidden_states, routing.order, routing.inverse), by_name)
     return combine(rows, top_k_weights, routing, hidden_states.dtype)
 
 

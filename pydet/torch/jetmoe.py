@@ -13,8 +13,7 @@ import torch
 
 from pydet.ops import Arithmetic
 from pydet.torch import functions
-from pydet.torch.accumulate import AccumulatingExperts
-from pydet.torch.experts import FromExperts, ToExperts, route, sum_of_slots
+from pydet.torch.experts import FromExperts, ToExperts, inverse_of, product, route, sum_of_slots
 from pydet.torch.shared import SharesParameters
 from pydet.torch.stock import Derived
 
@@ -33,11 +32,7 @@ class ParallelExperts(Derived, torch.nn.Module):
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
         ends = torch.tensor(list(accumulate(expert_size)), dtype=torch.int32, device=inputs.device)
-        rows, how = inputs.to(self.weight.dtype), (self.arithmetic, self.k_chunk)
-        if self.accumulates and torch.is_grad_enabled():
-            y: Tensor = AccumulatingExperts.apply(rows, self.weight, None, ends, False, *how)
-            return y
-        return torch.ops.pydet.grouped_gemm(rows, self.weight.mT, ends, None, None, *how)
+        return product(self, inputs, self.weight, None, ends, False, self.arithmetic, self.k_chunk)
 
 
 class TopKGating(Derived, torch.nn.Module):
@@ -58,12 +53,6 @@ class TopKGating(Derived, torch.nn.Module):
         return order, order // self.top_k, gates, sizes, logits
 
 
-def _inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    return places
-
-
 class Mixture(SharesParameters):
     """What both mixtures have in common: a weighted sum of a token's results, and a bias behind it."""
 
@@ -76,7 +65,7 @@ class Mixture(SharesParameters):
     def combined(self, rows: Tensor, topology: Topology, shape: torch.Size) -> Tensor:
         """Of rows that lie by experts."""
         order, _, gates, sizes = topology
-        inverse, y = _inverse(order), self.output_linear(rows, sizes)
+        inverse, y = inverse_of(order), self.output_linear(rows, sizes)
         weights = FromExperts.apply(gates[:, None], order, inverse).view(shape.numel(), self.router.top_k)
         dtype = torch.promote_types(y.dtype, weights.dtype)
         y = sum_of_slots(FromExperts.apply(y, order, inverse), weights, dtype)
@@ -92,7 +81,7 @@ class MixtureOfLayers(Mixture):
     def forward(self, layer_input: Tensor) -> Tensor:
         x = layer_input.flatten(0, 1)
         order, tokens, gates, sizes, _ = self.router(x)
-        left, right = self.input_linear(ToExperts.apply(x, order, _inverse(order)), sizes).chunk(2, dim=-1)
+        left, right = self.input_linear(ToExperts.apply(x, order, inverse_of(order)), sizes).chunk(2, dim=-1)
         return self.combined(self.activation(left) * right, (order, tokens, gates, sizes), layer_input.shape[:2])
 
 
@@ -102,12 +91,12 @@ class MixtureOfAttention(Mixture):
     def map(self, layer_input: Tensor) -> tuple[Tensor, Tensor, Topology]:
         x = layer_input.flatten(0, 1)
         order, tokens, gates, sizes, logits = self.router(x)
-        inverse = _inverse(order)
+        inverse = inverse_of(order)
         q = FromExperts.apply(self.input_linear(ToExperts.apply(x, order, inverse), sizes), order, inverse)
         q = q.view(*layer_input.shape[:2], self.router.top_k, q.shape[1])
         return q, logits, (order, tokens, gates, sizes)
 
     def reduce(self, layer_input: Tensor, topo_info: Topology) -> Tensor:
         order = topo_info[0]
-        rows = FromExperts.apply(layer_input.flatten(0, 2), _inverse(order), order)  # by experts again
+        rows = FromExperts.apply(layer_input.flatten(0, 2), inverse_of(order), order)  # by experts again
         return self.combined(rows, topo_info, layer_input.shape[:2])

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pydet.ops import Arithmetic
-from pydet.torch.accumulate import AccumulatingExperts
-from pydet.torch.experts import FromExperts, ToExperts, route, sum_of_slots
+from pydet.torch.experts import FromExperts, ToExperts, product, route, sum_of_slots
 from pydet.torch.stock import Derived
 
 Tensor = torch.Tensor
@@ -38,15 +37,9 @@ class Experts(Derived, torch.nn.Module):
 
     def of_rows(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Of rows that lie by experts, which end there."""
-        gate, up = self._product(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
-        return self._product(up * self.act_fn(gate), self.down_proj, ends)
-
-    def _product(self, rows: Tensor, w: torch.nn.Parameter, ends: Tensor) -> Tensor:
-        rows, how = rows.to(w.dtype), (self.arithmetic, self.k_chunk)
-        if self.accumulates and torch.is_grad_enabled():
-            y: Tensor = AccumulatingExperts.apply(rows, w, None, ends, True, *how)
-            return y
-        return torch.ops.pydet.grouped_gemm(rows, w, ends, None, None, *how)
+        how = None, ends, True, self.arithmetic, self.k_chunk
+        gate, up = product(self, rows, self.gate_up_proj, *how).chunk(2, dim=-1)
+        return product(self, up * self.act_fn(gate), self.down_proj, *how)
 
 
 class Mixture(Derived, torch.nn.Module):

@@ -48,7 +48,7 @@ constexpr Fp8Tile kFp8Tiles[] = {
     {"cuda_scaled_gemm_sm90_128x160", 128, 160, 2, 1, Way::at_will, bit(Type::e4m3), kNoKernel, {0.468, 1.8}},
     {"cuda_scaled_gemm_sm90_64x64", 64, 64, 1, 1, Way::ahead, bit(Type::e4m3), {0.242, 0.4}, kNoKernel},
     {"cuda_scaled_gemm_sm90_64x128", 64, 128, 1, 1, Way::ahead, bit(Type::e4m3), {0.292, 0.6}, kNoKernel, 1, 1.35, 128},
-    // Where the number of tiles under each other is odd: half of a cluster of theirs had none.
+    // For an odd number of tiles under each other, of which a cluster of two has one without rows.
     {"cuda_scaled_gemm_sm90_128x128_wide", 128, 128, 1, 2, Way::ahead, bit(Type::e4m3), {0.432, 1.0}, {0.399, 1.3}},
 };
 constexpr int kFp8TileCount = int(sizeof kFp8Tiles / sizeof *kFp8Tiles);

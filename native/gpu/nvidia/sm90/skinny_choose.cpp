@@ -50,6 +50,16 @@ SkinnyPlan choose_turned(const Gemm &g) {
   return plan(width > 96 && width <= 128 ? 64 : 32);
 }
 
+// From 65 rows on: whether a tile of gemm.cu whose clusters share loads fills one wave, where it wins by 3 to 12 %. By 600
+// problems on an H100.
+bool tiles_fill_a_wave(int64_t m, int64_t width, int64_t k) {
+  if (width > 32 && width <= 35) return true;                                      // 64x80
+  if (m > 96) return (width > 64 && width <= 78) || (width > 96 && width <= 112);  // 128x80, 128x128
+  if (width <= 8) return k <= 512;                                                 // 64x32, and 64x48 from here on
+  if (width <= 16) return k > 1024 && k <= 8192;
+  return width <= 24 || (width <= 32 && k > 8192);
+}
+
 // The fastest of sweeps on an H100, M from 1 to 128, (N, K) from (768, 4096) to (128256, 4096), kernels back to back in
 // a graph; no rows where a tile of gemm.cu was faster. `width` is the rows of w for every SM.
 //
@@ -57,8 +67,6 @@ SkinnyPlan choose_turned(const Gemm &g) {
 // more than 64 rows of x and few of w, two blocks share these: the more SMs read x, the sooner they have it. Half of
 // the shared memory, so that the next kernel's blocks settle beside these, wins where kernels are short; elsewhere only
 // if the next is the same: behind another one, two blocks of a kernel can come to lie on one SM, none on its neighbour.
-// From 65 rows on tiles whose clusters share loads win by 3 to 12 % where they fill one wave: 64x48 to 4096 rows of w,
-// 64x80 to 4608, 128x80 to 10240, 128x128 to 14336.
 SkinnyPlan choose(const Gemm &g) {
   constexpr int kMost = kMostSharedBytes, kHalf = kHalfSharedBytes;
   constexpr bool kSplit = true, kEarly = true;
@@ -66,11 +74,7 @@ SkinnyPlan choose(const Gemm &g) {
   const int64_t width = divide_up(g.n, gpu_multiprocessors(g.device.id));
   const bool constant = g.weights_constant;
   if (g.m > kSkinnyWarpgroupRows) {
-    const bool fills = g.m <= 96
-                           ? (width <= 8 && g.k <= 512) || (width > 8 && width <= 16 && g.k > 1024 && g.k <= 8192) ||
-                                 (width > 16 && width <= 24) || (width > 24 && width <= 32 && g.k > 8192)
-                           : (width > 64 && width <= 78) || (width > 96 && width <= 112);
-    if (!g.k_chunk && !constant && (fills || (width > 32 && width <= 35))) return kNone;
+    if (!g.k_chunk && !constant && tiles_fill_a_wave(g.m, width, g.k)) return kNone;
     if (width <= 16) return {g.k_chunk ? (width <= 8 ? 16 : 48) : 32, kSplit, kMost, false};
     if (width <= 24) return {48, kSplit, kMost, false};
     if (width <= 32 && g.k > 8192) return g.m <= 96 ? SkinnyPlan{32, false, kMost, false} : kNone;
