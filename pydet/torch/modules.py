@@ -469,10 +469,10 @@ def accumulate_gradients(model: torch.nn.Module) -> Accumulating:
         model: a module; its :class:`Linear`, :class:`Fp8Linear` (but for weights that are frozen, there and in
             experts), :class:`Conv1D`, :class:`RMSNorm` and :class:`LayerNorm` take part, the convolutions, routers and
             experts that :func:`convert` swapped, the sinks of Transformers' attention that is ``"pydet"``, parameters
-            of some of its modules that a batch shares (Doge, Apertus, DiffLlama, JetMoe, Swin, Whisper), and PyTorch's
-            embeddings, which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and ``scale_grad_by_freq``).
-            The tokens of an id are added in their order, cut anywhere, and sinks are summed over sequences, cut
-            between them.
+            of some of its modules that a batch shares (Doge, Apertus, DiffLlama, GPT-NeoX-Japanese, JetMoe, Swin,
+            Whisper), and PyTorch's embeddings, which become :class:`Embedding` (but for ``max_norm``, ``sparse`` and
+            ``scale_grad_by_freq``). The tokens of an id are added in their order, cut anywhere, and sinks are summed
+            over sequences, cut between them.
 
     Returns:
         The parameters that have a ``main_grad`` now, a list; ``print()`` it. Its ``outside`` names the others that are

@@ -345,7 +345,11 @@ def check_layers(op: str, layers: dict[str, Any], mesh: Any, tokens: str) -> lis
     if tokens not in TOKENS:
         fail(INVALID_VALUE, f"{op}: tokens is {tokens!r}, want one of {', '.join(TOKENS)}")
     if not layers:
-        fail(INVALID_VALUE, f"{op}: the model has no experts that ask Transformers' interface; want convert() before")
+        fail(
+            INVALID_VALUE,
+            f"{op}: the model has no experts that ask Transformers' interface; want convert() before, and of JetMoe and "
+            "Llama 4, whose experts ask nobody, all experts on every rank",
+        )
     words: list[Any] = [f"tokens {tokens}"]
     for name, module in layers.items():
         place = f"{op}: {name or 'the model'}"
