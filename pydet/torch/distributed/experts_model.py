@@ -347,8 +347,8 @@ def check_layers(op: str, layers: dict[str, Any], mesh: Any, tokens: str) -> lis
     if not layers:
         fail(
             INVALID_VALUE,
-            f"{op}: the model has no experts that ask Transformers' interface; want convert() before, and of JetMoe and "
-            "Llama 4, whose experts ask nobody, all experts on every rank",
+            f"{op}: the model has no experts that ask Transformers' interface; want convert() before, and of JetMoe "
+            "and Llama 4, whose experts ask nobody, all experts on every rank",
         )
     words: list[Any] = [f"tokens {tokens}"]
     for name, module in layers.items():
